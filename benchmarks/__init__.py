@@ -1,0 +1,1 @@
+"""Benchmarks and the demo. Empty on purpose: `python -m pressroom.benchmarks --help` must not import torch."""

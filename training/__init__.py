@@ -1,0 +1,1 @@
+"""Training models to summarise their own reasoning: traces, augmentation, LoRA."""

@@ -1,0 +1,321 @@
+"""The hooks that put a press on a model, and take it off again."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from .cache import PressLayer
+
+if TYPE_CHECKING:
+    from .decoding import DecodingPress
+
+_occupied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that holds the decoder layers; PEFT wrappers and vision towers are looked through.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    inner = getattr(model, "model", model)
+    decoder = getattr(inner, "language_model", inner)
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
+        raise ValueError(
+            f"model: got {type(model).__name__}, allowed: a causal language model with `layers` and `rotary_emb` "
+            "(Llama, Mistral, Phi3, Qwen2, Qwen3, Gemma3)"
+        )
+    return decoder
+
+
+def slides(module: nn.Module) -> bool:
+    """Whether an attention layer has a sliding window by its configuration (the rule of ``DynamicCache``)."""
+    config = module.config
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return types[module.layer_idx] != "full_attention"
+    return getattr(config, "sliding_window", None) is not None
+
+
+def full_attention_layers(decoder: nn.Module) -> dict[int, nn.Module]:
+    """Attention modules with a full cache, by layer index.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or queries cannot be read from one.
+    """
+    modules = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
+    full = {module.layer_idx: module for module in modules if not slides(module)}
+    name = type(decoder).__name__
+    if not full:
+        raise ValueError(
+            f"model: got {name} without a full attention layer (every layer has a sliding window), allowed: a model "
+            "with at least one; set sliding_window=None in its config if it should attend to everything"
+        )
+    for index, module in full.items():
+        if not hasattr(module, "q_proj") and not hasattr(module, "qkv_proj"):
+            raise ValueError(f"model: layer {index} of {name} has neither q_proj nor qkv_proj to read queries from")
+    return full
+
+
+def read_padding(mask: Tensor) -> Tensor | None:
+    """Left padding per row (B,) on the CPU from a 2-D mask; None if there is none. One transfer.
+
+    Raises
+    ------
+    ValueError
+        For right padding, holes, or a row of padding only.
+    """
+    real = mask.bool()
+    width = mask.shape[1]
+    left = (~real).long().cumprod(dim=1).sum(dim=1)
+    found = torch.stack([left, real.sum(dim=1)]).cpu()
+    left, count = found[0], found[1]
+    bad = ((left + count != width) | (count == 0)).nonzero()[:, 0]
+    if bad.numel():
+        row = int(bad[0])
+        raise ValueError(
+            f"attention_mask: row {row} has {int(count[row])} real tokens and {int(left[row])} pads in front of them "
+            f"in a width of {width}; allowed: left padding only, without holes or right padding"
+        )
+    return left if bool(left.any()) else None
+
+
+@dataclass
+class Forward:
+    """What one forward pass leaves behind until it is over."""
+
+    cache: Cache | None
+    queries: int
+    prompt: bool
+    left_pad: Tensor | None
+    raw: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, tuple] = field(default_factory=dict)  # layer -> hidden, (cos, sin), position_ids, cache_position
+    masks: dict[tuple, Tensor | None] = field(default_factory=dict)
+
+
+class Attachment:
+    """A press on a model. Holds hooks and the running forward, nothing about sequences."""
+
+    def __init__(self, press: DecodingPress, model: nn.Module) -> None:
+        self.press = press
+        self.decoder = decoder_of(model)
+        self.modules = full_attention_layers(self.decoder)
+        if self.decoder in _occupied:
+            raise ValueError("model: already has a press on it, allowed: one at a time")
+        self.forward: Forward | None = None
+        self.mask: Tensor | None = None
+        self.last_cache: weakref.ref | None = None
+        self._had_rotary = {module for module in self.modules.values() if hasattr(module, "rotary_emb")}
+        self._handles: list = []
+        _occupied.add(self.decoder)
+        try:
+            self._install(model)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, model: nn.Module) -> None:
+        def pre(module, hook):
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+        if model is not self.decoder:
+            pre(model, self._note_mask)
+        pre(self.decoder, self._before)
+        self._handles.append(self.decoder.register_forward_hook(self._after, with_kwargs=True))
+        for index, module in self.modules.items():
+            pre(module, self._before_attention)
+            projection = getattr(module, "q_proj", None) or module.qkv_proj
+            self._handles.append(projection.register_forward_hook(self._capture(index, module)))
+
+    def remove(self) -> None:
+        """Take everything off the model."""
+        cache = self.last_cache() if self.last_cache is not None else None
+        if cache is not None:
+            self._repair(cache)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _occupied.discard(self.decoder)
+        for module in self.modules.values():  # kvpress leaves this behind
+            if module not in self._had_rotary and "rotary_emb" in module._modules:
+                del module._modules["rotary_emb"]
+        self.forward = self.mask = None
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _note_mask(self, module, args, kwargs) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def _before(self, decoder, args, kwargs) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            raise ValueError("attention_mask: got a 4-D mask, allowed: a 2-D mask (B, tokens) or none")
+        if not isinstance(mask, Tensor):
+            mask, self.mask = self.mask, None
+        cache = kwargs.get("past_key_values")
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        tokens = (ids if ids is not None else kwargs["inputs_embeds"]).shape[1]
+        layers = [] if cache is None else self._press_layers(cache)
+        if layers:
+            self._repair(cache)
+        fresh = not layers or any(layer.prompt_length is None for layer in layers)
+        left_pad = None
+        if mask is not None:
+            if fresh:
+                left_pad = read_padding(mask)
+            elif tokens > 1 and not bool(mask[:, -tokens:].all()):
+                raise ValueError(
+                    f"attention_mask: padding among the last {tokens} tokens of a sequence that has begun, allowed: "
+                    "padding in front of the first tokens only"
+                )
+        if fresh:
+            past = 0 if cache is None else cache.get_seq_length(min(self.modules))
+            longest = past + tokens - (0 if left_pad is None else int(left_pad.min()))
+            self.press.check_prompt(longest)
+        self.forward = Forward(cache, tokens, fresh, left_pad)
+
+    def _before_attention(self, module, args, kwargs):
+        forward, cache = self.forward, kwargs.get("past_key_values")
+        if cache is None or forward is None:
+            return None
+        index = module.layer_idx
+        layer = self._swap(cache, index)
+        if layer is None:
+            return None
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        forward.cache = cache
+        forward.seen[index] = (
+            hidden,
+            kwargs["position_embeddings"],
+            kwargs.get("position_ids"),
+            kwargs.get("cache_position"),
+        )
+        if layer.prompt_length is not None:
+            kwargs["attention_mask"] = self._attention_mask(layer, module, hidden)
+        return args, kwargs
+
+    def _capture(self, index: int, module: nn.Module):
+        def hook(projection, args, output):
+            forward = self.forward
+            if forward is not None and index in forward.seen:
+                width = module.config.num_attention_heads * module.head_dim
+                # a part of a fused projection is copied, so that keys and values are not kept alive
+                forward.raw[index] = output if output.shape[-1] == width else output[..., :width].clone()
+
+        return hook
+
+    def _after(self, decoder, args, kwargs, output) -> None:
+        forward, self.forward = self.forward, None
+        if forward is None or forward.cache is None or not forward.seen:
+            return
+        cache = forward.cache
+        self.last_cache = weakref.ref(cache)
+        due = []
+        try:
+            for index in forward.seen:
+                layer = cache.layers[index]
+                self._absorb(layer, forward, index)
+                if self.press.is_due(layer, forward.prompt):
+                    due.append((layer, self.modules[index]))
+            rotary = self.decoder.rotary_emb
+            decisions = [self.press.decide(layer, module, rotary) for layer, module in due]
+        except BaseException:
+            for index in forward.seen:
+                self._take_back(cache.layers[index], forward)
+            raise
+        for (layer, _), decision in zip(due, decisions, strict=True):
+            self.press.commit(layer, decision)
+        self.press.count(cache, [cache.layers[index] for index in forward.seen], forward.prompt)
+
+    # -- parts of them -----------------------------------------------------------------------------------------------
+
+    def _press_layers(self, cache: Cache) -> list[PressLayer]:
+        layers = [cache.layers[i] for i in self.modules if i < len(cache.layers)]
+        return [layer for layer in layers if isinstance(layer, PressLayer)]
+
+    def _swap(self, cache: Cache, index: int) -> PressLayer | None:
+        """Our layer in the place of a plain one; None for layers left alone."""
+        if getattr(cache, "offloading", False):
+            raise ValueError("past_key_values: got an offloading cache, allowed: DynamicCache()")
+        if getattr(cache, "layer_class_to_replicate", None) is not None:
+            while len(cache.layers) <= index:
+                cache.layers.append(cache.layer_class_to_replicate())
+        layer = cache.layers[index]
+        if isinstance(layer, PressLayer):
+            if self.forward.prompt and layer.prompt_length is None and self.forward.left_pad is not None:
+                layer.left_pad = layer.start = self.forward.left_pad
+            return layer
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            return None
+        if type(layer) is not DynamicLayer:
+            raise ValueError(
+                f"past_key_values: got {type(cache).__name__} with {type(layer).__name__}, allowed: DynamicCache()"
+            )
+        cache.layers[index] = layer = PressLayer.adopt(layer, self.forward.left_pad)
+        return layer
+
+    def _attention_mask(self, layer: PressLayer, module: nn.Module, hidden: Tensor) -> Tensor | None:
+        """Mask over the entries that are there, in cache order; none when every query may see all of them."""
+        batch, queries = hidden.shape[:2]
+        if queries == 1 and layer.start is None:
+            return None
+        held = layer.length
+        key = (held, None if layer.start is None else tuple(layer.start.tolist()), hidden.device)
+        masks = self.forward.masks
+        if key not in masks:
+            end = held + queries
+            valid = None
+            if layer.start is not None:
+                valid = torch.arange(end, device=hidden.device) >= layer.start.to(hidden.device)[:, None]
+            masks[key] = ALL_MASK_ATTENTION_FUNCTIONS[module.config._attn_implementation](
+                batch_size=batch,
+                cache_position=torch.arange(held, end, device=hidden.device),
+                kv_length=end,
+                kv_offset=0,
+                mask_function=causal_mask_function,
+                attention_mask=valid,
+                dtype=hidden.dtype,
+                config=module.config,
+            )
+        return masks[key]
+
+    def _absorb(self, layer: PressLayer, forward: Forward, index: int) -> None:
+        hidden, (cos, sin), position_ids, cache_position = forward.seen[index]
+        last = cache_position[-1:] if position_ids is None else position_ids[:, -1]
+        layer.next_position = (last + 1).expand(hidden.shape[0])
+        wanted, with_hidden = self.press.wanted()
+        if wanted and (not forward.prompt or self.press.compress_prompt):
+            layer.window.append(wanted, forward.raw[index], cos, sin, hidden if with_hidden else None)
+
+    @staticmethod
+    def _take_back(layer: PressLayer, forward: Forward) -> None:
+        layer.crop(layer.seen - forward.queries)
+        if forward.prompt:
+            layer.prompt_length = None
+
+    def _repair(self, cache: Cache) -> None:
+        """After a forward that failed half way: every layer back to the length that all of them have."""
+        layers = [cache.layers[i] for i in self.modules if i < len(cache.layers)]
+        lengths = [layer.get_seq_length() for layer in layers] + [0] * (len(self.modules) - len(layers))
+        if len(set(lengths)) <= 1:
+            return
+        begun = all(isinstance(layer, PressLayer) and layer.prompt_length is not None for layer in layers)
+        for layer in layers:
+            layer.crop(min(lengths)) if min(lengths) else layer.reset()
+            if isinstance(layer, PressLayer) and not begun:
+                layer.prompt_length = None

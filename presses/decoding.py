@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import kvpress
-import torch
 from kvpress import ScorerPress
 from kvpress.presses.base_press import SUPPORTED_MODELS
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from ..kernels import compact
@@ -111,7 +111,7 @@ class DecodingPress(kvpress.DecodingPress):
 
     # -- on and off ---------------------------------------------------------------------------------------------------
 
-    def post_init_from_model(self, model: nn.Module) -> None:
+    def post_init_from_model(self, model: Any) -> None:
         """Put the press on a model. Called by ``press(model)``, and by kvpress when it wraps this press."""
         if self._attachment is not None:
             raise ValueError("model: this press is on a model already, allowed: one at a time")
@@ -127,7 +127,7 @@ class DecodingPress(kvpress.DecodingPress):
             attachment.remove()
 
     @contextmanager
-    def __call__(self, model: nn.Module) -> Iterator[DecodingPress]:
+    def __call__(self, model: Any) -> Iterator[DecodingPress]:
         known = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(known, SUPPORTED_MODELS) and type(known).__name__ != "Gemma3ForCausalLM":
             logger.warning("Model %s is not tested; tested: Llama, Mistral, Phi3, Qwen2, Qwen3, Gemma3", type(known))
@@ -187,7 +187,7 @@ class DecodingPress(kvpress.DecodingPress):
             return self.compress_prompt and layer.length > self.target_size
         return layer.since_event >= self.compression_interval
 
-    def decide(self, layer: PressLayer, module: nn.Module, rotary: nn.Module) -> Decision:
+    def decide(self, layer: PressLayer, module: Any, rotary: Any) -> Decision:
         """Choose what to keep; changes nothing."""
         keep = self.target_size
         if layer.length <= keep:
@@ -207,7 +207,7 @@ class DecodingPress(kvpress.DecodingPress):
             layer.evict(decision.indices, self.target_size + self.compression_interval)
             layer.state = decision.state
 
-    def count(self, cache: Cache, layers: list[PressLayer], prompt: bool) -> None:
+    def count(self, cache: Cache, layers: list[PressLayer], prompt: bool, peak: int) -> None:
         """Keep the account, once per forward."""
         if prompt or self._cache is None or self._cache() is not cache:
             self._end_sequence()
@@ -217,23 +217,25 @@ class DecodingPress(kvpress.DecodingPress):
         account.tokens, account.prompt = layers[0].seen, layers[0].prompt_length
         account.events = layers[0].events
         account.entries = max(layer.length for layer in layers)
-        account.peak_entries = max(account.peak_entries, account.entries)
+        account.peak_entries = max(account.peak_entries, peak)
 
-    # -- parts ----------------------------------------------------------------------------------------------------------
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _event(self, layer: PressLayer, module: nn.Module, rotary: nn.Module) -> Event:
+    def _event(self, layer: PressLayer, module: Any, rotary: Any) -> Event:
         batch = layer.keys.shape[0]
         pads = [0] * batch if layer.left_pad is None else layer.left_pad.tolist()
         window = layer.window
-        joined = [torch.cat(stream, dim=1) if stream else None for stream in window._streams()]
         return Event(
             module,
             layer.keys,
             layer.values,
-            *joined,
+            layer.next_position,
+            tuple(layer.seen - pad for pad in pads),
+            raw=window.joined(window.queries),
+            cos=window.joined(window.cos),
+            sin=window.joined(window.sin),
+            hidden=window.joined(window.hidden),
             start=layer.start,
-            next_position=layer.next_position,
-            lengths=tuple(layer.seen - pad for pad in pads),
             state=layer.state,
             rotary=rotary,
         )

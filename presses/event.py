@@ -55,20 +55,20 @@ class Event:
         What a press tells the trace.
     """
 
-    module: nn.Module
+    module: Any
     keys: Tensor
     values: Tensor
+    next_position: Tensor
+    lengths: tuple[int, ...]
     raw: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     hidden: Tensor | None = None
     start: Tensor | None = None
-    next_position: Tensor | None = None
-    lengths: tuple[int, ...] = ()
     state: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
-    rotary: nn.Module | None = None
+    rotary: Any = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,7 +86,7 @@ class Event:
 
     def queries(self, window: int, *, rotated: bool = True) -> Tensor:
         """The last ``min(window, available)`` queries (B, Hq, W, D), each rotated at its own position."""
-        if self.available == 0:
+        if self.raw is None or self.cos is None or self.sin is None:
             raise ValueError(
                 f"{type(self.module).__name__} layer {self.layer_idx}: no decode query was seen before this event; "
                 "a scorer that reads queries needs the press to be on the model while tokens are fed"
@@ -109,10 +109,6 @@ class Event:
     def row(self, index: int, start: int) -> Event:
         """Row ``index`` alone, without its padding."""
         pick = slice(index, index + 1)
-
-        def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[pick]
-
         entries = self.keys.shape[2] - start
         available = min(self.available, max(entries - 1, 0))
         last = slice(self.available - available, None)
@@ -124,7 +120,7 @@ class Event:
             cos=None if self.cos is None else self.cos[pick, last],
             sin=None if self.sin is None else self.sin[pick, last],
             hidden=None if self.hidden is None else self.hidden[pick, last],
-            next_position=rows(self.next_position),
+            next_position=self.next_position[pick],
             lengths=self.lengths[pick],
             state={name: value[pick] for name, value in self.state.items()},
             rotary=self.rotary,
@@ -150,7 +146,7 @@ class Event:
             following = torch.tensor([position], device=keys.device)
         following = following.to(keys.device).expand(keys.shape[0])
         lengths = (position,) * keys.shape[0]
-        event = cls(module, keys, values, raw, None, None, hidden, None, following, lengths, rotary=rotary)
+        event = cls(module, keys, values, following, lengths, raw=raw, hidden=hidden, rotary=rotary)
         if cos.shape[1] >= n:
             event.cos, event.sin = cos[:, -n:], sin[:, -n:]
         else:  # kvpress passes the current token's rotation only

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -23,7 +22,7 @@ from .scorers import (
 )
 from .trace import Trace
 
-SCORERS: dict[str, Callable] = {
+SCORERS: dict[str, type] = {
     "streaming_llm": StreamingLLMPress,
     "random": RandomPress,
     "knorm": KnormPress,
@@ -119,9 +118,7 @@ def build(
     press = SCORERS[scorer_name](**overrides)
     if kind is not None:
         press = AMSPress.preset(preset, press, **{**ABLATIONS.get(kind, {}), **ams})
-    return DecodingPress(
-        press, compression_interval=compression_interval, target_size=target_size, **decoding
-    )
+    return DecodingPress(press, compression_interval=compression_interval, target_size=target_size, **decoding)
 
 
 def _parse(name: str) -> tuple[str | None, str]:

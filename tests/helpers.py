@@ -38,21 +38,21 @@ def tiny(family: str, attn: str = "sdpa", seed: int = 0, **overrides) -> PreTrai
     `attention_mask` for padded batches. `overrides` go to the config; equal arguments give equal weights.
     """
     config_class, model_class = FAMILIES[family]
-    settings: dict = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
+    settings: dict = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
     if family in ("mistral", "phi3"):
         settings["sliding_window"] = None
     if family == "gemma3":

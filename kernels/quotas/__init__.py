@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..dispatch import choose
-from ..rows import per_row, require_shape, require_size
+from ..rows import column, require_shape, require_size
 from ..segments import Segments
 from . import reference
 
@@ -75,20 +74,15 @@ def segment_quotas(
     ends = segments.ends
     lead, slots = tuple(ends.shape[:-1]), ends.shape[-1]
     require_shape("segments.weight", segments.weight, tuple(ends.shape), "that of ends")
-    columns = {}
-    for name, value in (("n_sink", n_sink), ("n_recent", n_recent), ("start", 0 if start is None else start)):
-        if isinstance(value, Tensor):
-            columns[name] = per_row(name, value, lead, ends.device)
-        else:
-            require_size(name, value, 0)
-            columns[name] = torch.full((ends.numel() // slots, 1), value, dtype=torch.int64, device=ends.device)
-    rows = reference.segment_quotas(
+    rows = ends.numel() // slots
+    quota, sink, recent, dropped = reference.segment_quotas(
         ends.reshape(-1, slots),
         segments.weight.reshape(-1, slots),
         keep,
         min_keep,
         by_mass,
-        *columns.values(),
+        column("n_sink", n_sink, lead, rows, ends.device),
+        column("n_recent", n_recent, lead, rows, ends.device),
+        column("start", 0 if start is None else start, lead, rows, ends.device),
     )
-    quota, *rest = rows
-    return Quotas(quota.view(ends.shape), *(column.view(lead) for column in rest), keep)
+    return Quotas(quota.view(ends.shape), sink.view(lead), recent.view(lead), dropped.view(lead), keep)

@@ -109,5 +109,3 @@ def _exact(weight: Tensor, floor: Tensor, high: Tensor, budget: Tensor, free: Te
     total = total.clamp(min=1)  # no segment free
     floor = floor * free
     return floor * total + (budget - floor.sum(dim=-1, keepdim=True)) * shares, total
-
-

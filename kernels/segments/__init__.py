@@ -26,7 +26,7 @@ class Segments(NamedTuple):
     """
 
     ends: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     weight: Tensor
 
 

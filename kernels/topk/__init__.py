@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..dispatch import choose
 from ..quotas import Quotas
-from ..rows import per_row, require, require_shape, require_size
+from ..rows import column, per_row, require, require_shape, require_size
 from ..segments import Segments
 from . import reference
 
@@ -75,14 +74,10 @@ def top_indices(
     """
     choose("top_indices", backend)
     rows, first = _rows(scores, start, keep)
-    columns = []
-    for name, value in (("n_sink", n_sink), ("n_recent", n_recent)):
-        if isinstance(value, Tensor):
-            columns.append(per_row(name, value, tuple(scores.shape[:-1]), scores.device))
-        else:
-            require_size(name, value, 0)
-            columns.append(torch.full((rows.shape[0], 1), value, dtype=torch.int64, device=scores.device))
-    return reference.top_indices(rows, keep, *columns, first).view(*scores.shape[:-1], keep)
+    lead = tuple(scores.shape[:-1])
+    sink = column("n_sink", n_sink, lead, rows.shape[0], scores.device)
+    recent = column("n_recent", n_recent, lead, rows.shape[0], scores.device)
+    return reference.top_indices(rows, keep, sink, recent, first).view(*lead, keep)
 
 
 def _rows(scores: Tensor, start: Tensor | None, keep: int) -> tuple[Tensor, Tensor | None]:

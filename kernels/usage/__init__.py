@@ -12,7 +12,12 @@ SUFFIXES = ("max", "observed", "max_no_sink")
 
 
 def window_attention(
-    queries: Tensor, keys: Tensor, *, scaling: float | None = None, start: Tensor | None = None, backend: str | None = None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float | None = None,
+    start: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Mean probability that each query head gives to each entry, over a window of last queries.
 

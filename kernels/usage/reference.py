@@ -53,9 +53,7 @@ def window_usage(
     return torch.where(before[:, None], pooled, tail)
 
 
-def _probabilities(
-    queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _probabilities(queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax of the window (B, Hq, W, T) in fp32, and how many queries each row uses (B, 1); unused ones are 0."""
     batch, heads, entries, dim = keys.shape
     window = min(queries.shape[2], entries - 1)

@@ -60,7 +60,9 @@ def adapt(press, field: str = "base_press"):
         raise ValueError(f"{field}: got {press!r}, allowed: a ScorerPress instance")
     for cls in type(press).__mro__:
         if cls.__name__ in _REFUSED and cls.__module__.startswith("kvpress"):
-            raise ValueError(f"{field}: got {cls.__name__}, which does not work while decoding: {_REFUSED[cls.__name__]}")
+            raise ValueError(
+                f"{field}: got {cls.__name__}, which does not work while decoding: {_REFUSED[cls.__name__]}"
+            )
     replacement = _REPLACED.get(type(press))
     if replacement is None:
         return press

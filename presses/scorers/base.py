@@ -41,7 +41,7 @@ class Scorer(ScorerPress):
 
     def scores(self, event: Event) -> Tensor:
         """Scores (B, H, T), higher is kept; no row has padding here."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not define scores(event)")
 
     def select(self, event: Event, keep: int, n_sink: int | Tensor = 0) -> Tensor:
         """Indices (B, H, keep) of the entries to keep, ascending. ``n_sink`` entries at least are kept in front."""

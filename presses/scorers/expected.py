@@ -63,7 +63,7 @@ class ExpectedAttentionPress(Scorer):
 
     def scores(self, event: Event) -> Tensor:
         queries = event.queries(self.n_queries, rotated=False).float()  # (B, Hq, n, D)
-        batch, kv_heads, _, dim = event.keys.shape
+        kv_heads, dim = event.keys.shape[1], event.keys.shape[3]
         steps = torch.arange(self.n_future_positions, device=queries.device)
         cos, sin = event.rotation(event.next_position.to(queries.device)[:, None] + steps)
         cos, sin = (x.float().mean(dim=1)[:, None, None].to(queries.device) for x in (cos, sin))  # (B, 1, 1, D)

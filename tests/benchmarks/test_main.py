@@ -6,8 +6,9 @@ import time
 import types
 
 import pytest
-from pressroom.benchmarks.__main__ import app
 from typer.testing import CliRunner
+
+from pressroom.benchmarks.__main__ import app
 
 COMMAND = [sys.executable, "-m", "pressroom.benchmarks"]
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def masked_logits(model, ids: Tensor, trace) -> Tensor:
-    """Logits (B, T, V) of one cacheless forward in which a query sees, per layer and head, what the trace says was kept.
+    """Logits (B, T, V) of one cacheless forward in which a query sees, per layer and head, what the trace kept.
 
     After an event that saw ``seen`` tokens, later queries see the kept positions and everything from ``seen`` on. Every
     layer gets its own mask (B, Hq, T, T). For unpadded input and full-attention layers.

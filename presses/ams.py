@@ -21,7 +21,7 @@ from ..kernels import (
     window_usage,
 )
 from .event import Event
-from .scorers import Scorer, adapt, at_least, base_scores, require, require_int
+from .scorers import Scorer, adapt, at_least, base_scores, require, require_int, require_odd
 
 PRESETS: dict[str, dict] = {
     "paper": {},
@@ -108,11 +108,11 @@ class AMSPress(Scorer):
         require("compression_ratio", self.compression_ratio, 0 <= self.compression_ratio < 1, "a number in [0, 1)")
         self.base_press = adapt(self.base_press)
         require("base_press", self.base_press, not isinstance(self.base_press, AMSPress), "a scorer that is not AMS")
-        for name in ("window_size", "window_kernel_size", "min_seg_len", "max_seg_len", "fixed_seg_len"):
+        for name in ("window_size", "min_seg_len", "max_seg_len", "fixed_seg_len"):
             require_int(name, getattr(self, name), 1)
         for name in ("min_keep_per_segment", "n_sink", "always_keep_last"):
             require_int(name, getattr(self, name), 0)
-        require("window_kernel_size", self.window_kernel_size, self.window_kernel_size % 2 == 1, "an odd integer")
+        require_odd("window_kernel_size", self.window_kernel_size)
         require("segment_mass", self.segment_mass, 0 < self.segment_mass <= 1, "a number in (0, 1]")
         allowed = f"at least 2 * min_seg_len = {2 * self.min_seg_len}"
         require("max_seg_len", self.max_seg_len, self.max_seg_len >= 2 * self.min_seg_len, allowed)

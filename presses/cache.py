@@ -269,10 +269,8 @@ class PressLayer(DynamicLayer):
         self.keys, self.values = source[0][:, :, :length], source[1][:, :, :length]
 
     def _allocate(self, capacity: int) -> tuple[Tensor, Tensor]:
-        shape = (*self.keys.shape[:2], capacity)
-        return self.keys.new_empty((*shape, self.keys.shape[-1])), self.values.new_empty(
-            (*shape, self.values.shape[-1])
-        )
+        keys, values = (x.new_empty((*x.shape[:2], capacity, x.shape[-1])) for x in (self.keys, self.values))
+        return keys, values
 
     def _grow(self, capacity: int) -> None:
         """Room for a chunk longer than the interval; the next event goes back to the usual size."""

@@ -6,7 +6,7 @@ import kvpress
 from kvpress import KnormPress, ScorerPress
 
 from .attention import SnapKVPress, TOVAPress, UsagePress
-from .base import Scorer, at_least, base_scores, require, require_int, select_top
+from .base import Scorer, at_least, base_scores, require, require_int, require_odd, select_top
 from .expected import ExpectedAttentionPress
 from .geometry import KeyDiffPress, RandomPress, StreamingLLMPress
 
@@ -25,6 +25,7 @@ __all__ = [
     "base_scores",
     "require",
     "require_int",
+    "require_odd",
     "select_top",
 ]
 

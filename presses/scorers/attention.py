@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels import window_attention, window_usage
 from ..event import Event
-from .base import Scorer, require_int
+from .base import Scorer, require_int, require_odd
 
 
 def observed_attention(event: Event, window: int) -> Tensor:
@@ -45,9 +45,7 @@ class SnapKVPress(Scorer):
     def __post_init__(self):
         super().__post_init__()
         require_int("window_size", self.window_size, 1)
-        require_int("kernel_size", self.kernel_size, 1)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size: got {self.kernel_size}, allowed: an odd integer")
+        require_odd("kernel_size", self.kernel_size)
 
     def query_window(self) -> int:
         return self.window_size
@@ -102,7 +100,7 @@ class UsagePress(Scorer):
     def __post_init__(self):
         super().__post_init__()
         require_int("window_size", self.window_size, 1)
-        require_int("kernel_size", self.kernel_size, 1)
+        require_odd("kernel_size", self.kernel_size)
 
     def query_window(self) -> int:
         return self.window_size

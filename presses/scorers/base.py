@@ -71,6 +71,11 @@ def require(name: str, value, condition: bool, allowed: str) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
 
 
+def require_odd(name: str, value) -> None:
+    require_int(name, value, 1)
+    require(name, value, value % 2 == 1, "an odd integer")
+
+
 def require_int(name: str, value, minimum: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(name, value, ok, f"an integer of at least {minimum}")

@@ -107,7 +107,7 @@ class DecodingPress(kvpress.DecodingPress):
             )
         self._attachment: Attachment | None = None
         self._trace: Trace | None = None
-        self._cache: weakref.ref | None = None
+        self._open: list[tuple[weakref.ref, SequenceAccount]] = []  # sequences that may go on
 
     # -- on and off ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +123,9 @@ class DecodingPress(kvpress.DecodingPress):
         """Take the press off the model; caches keep their state."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            self._end_sequence()
             attachment.remove()
+            self._end([account for _, account in self._open])
+            self._open = []
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[DecodingPress]:
@@ -209,11 +210,14 @@ class DecodingPress(kvpress.DecodingPress):
 
     def count(self, cache: Cache, layers: list[PressLayer], prompt: bool, peak: int) -> None:
         """Keep the account, once per forward."""
-        if prompt or self._cache is None or self._cache() is not cache:
-            self._end_sequence()
-            self._cache = weakref.ref(cache)
-            self.account.append(SequenceAccount())
-        account = self.account[-1]
+        account = next((account for ref, account in self._open if ref() is cache), None)
+        if prompt or account is None:
+            ended = [pair for pair in self._open if pair[0]() in (None, cache)]
+            self._open = [pair for pair in self._open if pair not in ended]
+            self._end([account for _, account in ended])
+            account = SequenceAccount()
+            self._open.append((weakref.ref(cache), account))
+            self.account.append(account)
         account.tokens, account.prompt = layers[0].seen, layers[0].prompt_length
         account.events = layers[0].events
         account.entries = max(layer.length for layer in layers)
@@ -249,17 +253,16 @@ class DecodingPress(kvpress.DecodingPress):
             return press.select(event, keep, n_sink)
         return select_top(press, event, keep, n_sink)
 
-    def _end_sequence(self) -> None:
-        account = self.account[-1] if self.account else None
-        self._cache = None
-        if account is not None and account.events == 0 and account.tokens > self.target_size:
-            generated = account.tokens - account.prompt
-            warnings.warn(
-                f"a sequence of {account.tokens} tokens outgrew target_size={self.target_size} without one event: "
-                f"{generated} tokens after the prompt are fewer than compression_interval={self.compression_interval}; "
-                "lower the interval, or set compress_prompt=True",
-                stacklevel=3,
-            )
+    def _end(self, accounts: list[SequenceAccount]) -> None:
+        for account in accounts:
+            if account.events == 0 and account.tokens > self.target_size:
+                generated = account.tokens - account.prompt
+                warnings.warn(
+                    f"a sequence of {account.tokens} tokens outgrew target_size={self.target_size} without one event: "
+                    f"{generated} tokens after the prompt are fewer than compression_interval="
+                    f"{self.compression_interval}; lower the interval, or set compress_prompt=True",
+                    stacklevel=3,
+                )
 
     def with_budget(self, target_size: int) -> DecodingPress:
         """The same press with another budget."""

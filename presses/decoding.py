@@ -255,8 +255,8 @@ class DecodingPress(kvpress.DecodingPress):
 
     def _end(self, accounts: list[SequenceAccount]) -> None:
         for account in accounts:
-            if account.events == 0 and account.tokens > self.target_size:
-                generated = account.tokens - account.prompt
+            generated = account.tokens - account.prompt
+            if account.events == 0 and account.tokens > self.target_size and generated > 0:
                 warnings.warn(
                     f"a sequence of {account.tokens} tokens outgrew target_size={self.target_size} without one event: "
                     f"{generated} tokens after the prompt are fewer than compression_interval="

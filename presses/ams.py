@@ -170,6 +170,7 @@ class AMSPress(Scorer):
             suffix=self.suffix_usage,
             n_sink=self.n_sink,
             start=start,
+            available=event.counts,
         )
         if not self.use_credit:
             return mass_of(usage, start=start)

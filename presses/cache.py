@@ -23,6 +23,7 @@ class QueryWindow:
         self.cos: list[Tensor] = []  # (B, q, D)
         self.sin: list[Tensor] = []  # (B, q, D)
         self.hidden: list[Tensor] = []  # (B, q, hidden), only for scorers that project by themselves
+        self.available: Tensor | None = None  # (B,) on the CPU: how many count, where rows differ
 
     def __len__(self) -> int:
         return sum(chunk.shape[1] for chunk in self.queries)
@@ -42,6 +43,8 @@ class QueryWindow:
         for stream in self._streams():
             while stream and sum(c.shape[1] for c in stream) - stream[0].shape[1] >= limit:
                 del stream[0]
+        if self.available is not None:
+            self.available = self.available + queries.shape[1]
 
     def drop_last(self, count: int) -> None:
         """Forget the ``count`` newest tokens."""
@@ -54,10 +57,18 @@ class QueryWindow:
                 else:
                     del stream[-1]
                 left -= size
+        if self.available is not None:
+            self.available = (self.available - count).clamp(min=0)
 
-    def clear(self) -> None:
-        for stream in self._streams():
-            stream.clear()
+    def clear(self, evicted: Tensor | None = None) -> None:
+        """Forget everything, or what the rows ``evicted`` (B,) had: for them new queries count only."""
+        if evicted is None or bool(evicted.all()):
+            self.available = None
+            for stream in self._streams():
+                stream.clear()
+            return
+        counts = torch.full(evicted.shape, len(self)) if self.available is None else self.available
+        self.available = counts.masked_fill(evicted, 0)
 
     @staticmethod
     def joined(stream: list[Tensor]) -> Tensor | None:
@@ -69,6 +80,8 @@ class QueryWindow:
         for stream in self._streams():
             if stream:
                 stream[:] = [change(torch.cat(stream, dim=1))]
+        if self.available is not None:
+            self.available = change(self.available)
 
 
 class PressLayer(DynamicLayer):
@@ -229,6 +242,10 @@ class PressLayer(DynamicLayer):
             new = new - self.left_pad.to(device)[:, None, None]
         return new if kept is None else torch.cat([kept, new], dim=-1)
 
+    def evicting(self, keep: int) -> Tensor | None:
+        """Rows (B,) that lose real entries when ``keep`` are kept; None for all of them. A CPU tensor."""
+        return None if self.start is None else self.keys.shape[-2] - self.start > keep
+
     def evict(self, indices: Tensor, capacity: int) -> None:
         """Keep the entries at ``indices`` (B, H, K), ascending, in storage of ``capacity`` entries."""
         keep = indices.shape[-1]
@@ -237,6 +254,7 @@ class PressLayer(DynamicLayer):
         if storage is None or storage[0].shape[-2] != capacity:
             storage = self._allocate(capacity)
         compact(self.keys, self.values, indices, out=storage)
+        evicted = self.evicting(keep)
         if self.start is not None:
             held = self.keys.shape[-2]
             start = (keep - (held - self.start)).clamp(min=0)
@@ -245,7 +263,7 @@ class PressLayer(DynamicLayer):
         self._view(keep)
         self._length = keep
         self._pointer = self.keys.data_ptr()
-        self.window.clear()
+        self.window.clear(evicted)
         self.events += 1
 
     def sync(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvpress
+import torch
 from kvpress import ScorerPress
 from kvpress.presses.base_press import SUPPORTED_MODELS
 from torch import Tensor
@@ -199,6 +200,10 @@ class DecodingPress(kvpress.DecodingPress):
             window = getattr(self.base_press, "window_size", 0)
             self._trace.add(module.layer_idx, layer, event, indices, window)
         state = self.base_press.after_select(event, indices) if isinstance(self.base_press, Scorer) else {}
+        evicted = layer.evicting(keep)
+        if evicted is not None:  # rows that lost nothing have had no event: no state
+            idle = (~evicted).to(indices.device)
+            state = {name: x.masked_fill(idle.view(-1, *[1] * (x.ndim - 1)), torch.nan) for name, x in state.items()}
         return Decision(indices, state)
 
     def commit(self, layer: PressLayer, decision: Decision) -> None:
@@ -240,6 +245,7 @@ class DecodingPress(kvpress.DecodingPress):
             sin=window.joined(window.sin),
             hidden=window.joined(window.hidden),
             start=layer.start,
+            counts=window.available,
             state=layer.state,
             rotary=rotary,
         )
@@ -258,9 +264,9 @@ class DecodingPress(kvpress.DecodingPress):
             generated = account.tokens - account.prompt
             if account.events == 0 and account.tokens > self.target_size and generated > 0:
                 warnings.warn(
-                    f"a sequence of {account.tokens} tokens outgrew target_size={self.target_size} without one event: "
-                    f"{generated} tokens after the prompt are fewer than compression_interval="
-                    f"{self.compression_interval}; lower the interval, or set compress_prompt=True",
+                    f"a sequence of {account.tokens} tokens ({account.prompt} of them prompt) outgrew target_size="
+                    f"{self.target_size} without one event: they come every compression_interval="
+                    f"{self.compression_interval} tokens after the prompt; lower it, or set compress_prompt=True",
                     stacklevel=3,
                 )
 

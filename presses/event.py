@@ -47,6 +47,8 @@ class Event:
         The last ``n`` projected queries (B, n, Hq * D), and their rotation (B, n, D).
     next_position : Tensor
         (B,) logical position of each row's next token.
+    counts : Tensor or None
+        (B,) how many of the queries count, where rows differ.
     lengths : tuple of int
         Tokens each row has seen, padding excluded.
     state : dict
@@ -65,6 +67,7 @@ class Event:
     sin: Tensor | None = None
     hidden: Tensor | None = None
     start: Tensor | None = None
+    counts: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +113,8 @@ class Event:
         """Row ``index`` alone, without its padding."""
         pick = slice(index, index + 1)
         entries = self.keys.shape[2] - start
-        available = min(self.available, max(entries - 1, 0))
+        available = self.available if self.counts is None else min(self.available, int(self.counts[index]))
+        available = min(available, max(entries - 1, 0))
         last = slice(self.available - available, None)
         return Event(
             module=self.module,

@@ -35,7 +35,8 @@ def mix_credit(
     usage : Tensor
         (..., T).
     credit : Tensor or None
-        (..., n) credit of the first ``n <= T`` entries, those that were there before; None at the first event.
+        (..., n) credit of the first ``n <= T`` entries, those that were there before; NaN where an entry has none
+        yet. None at the first event.
     decay : float
         Weight of the old credit: ``c = decay * c + (1 - decay) * m``.
     mix : float

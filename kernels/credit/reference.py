@@ -21,12 +21,12 @@ def mix_credit(
     usage: Tensor, credit: Tensor | None, decay: float, mix: float, init: str, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     mass = mass_of(usage, start)
+    new = mass if init == "mass" else torch.zeros_like(mass)
     if credit is None:
-        past = mass if init == "mass" else torch.zeros_like(mass)
+        past = new
     else:
-        known = credit.float().nan_to_num(nan=0.0)
-        new = mass.shape[-1] - known.shape[-1]
-        past = torch.cat([known, mass[:, known.shape[-1] :]], dim=-1) if init == "mass" else F.pad(known, (0, new))
+        known = F.pad(credit.float(), (0, mass.shape[-1] - credit.shape[-1]), value=torch.nan)
+        past = torch.where(known.isnan(), new, known)
     credit = decay * past + (1 - decay) * mass
     total = credit.sum(dim=-1, keepdim=True)
     history = torch.where(total > 0, credit / total, mass)  # no credit at all says nothing: the present mass stands

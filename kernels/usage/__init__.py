@@ -17,6 +17,7 @@ def window_attention(
     *,
     scaling: float | None = None,
     start: Tensor | None = None,
+    available: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Mean probability that each query head gives to each entry, over a window of last queries.
@@ -25,13 +26,15 @@ def window_attention(
     ----------
     queries : Tensor
         (B, Hq, W, D), rotated. Query ``j`` (0 is the oldest) sees entries ``0 .. T-W+j``. A row uses its last
-        ``min(W, T - start - 1)``.
+        ``min(W, available, T - start - 1)``.
     keys : Tensor
         (B, H, T, D), any strides; ``Hq`` is a multiple of ``H``.
     scaling : float, optional
         Factor of the logits, default ``D ** -0.5``.
     start : Tensor, optional
         (B,) first real entry; those before get 0.
+    available : Tensor, optional
+        (B,) queries that count, default all.
 
     Returns
     -------
@@ -43,9 +46,9 @@ def window_attention(
     ValueError
         For shapes that do not fit.
     """
-    first = _check(queries, keys, start)
+    first, last = _check(queries, keys, start, available)
     choose("window_attention", backend)
-    return reference.window_attention(queries, keys, scaling, first)
+    return reference.window_attention(queries, keys, scaling, first, last)
 
 
 def window_usage(
@@ -57,13 +60,14 @@ def window_usage(
     suffix: str = "max",
     n_sink: int = 4,
     start: Tensor | None = None,
+    available: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention usage of each entry per KV head: window mean, pooled along the sequence, mean over the query group.
 
     Parameters
     ----------
-    queries, keys, scaling, start
+    queries, keys, scaling, start, available
         As in :func:`window_attention`.
     kernel_size : int, default 5
         Width of the average pooling (odd, zero padding, padding counted) over the entries before the window.
@@ -83,20 +87,23 @@ def window_usage(
     ValueError
         For shapes that do not fit, or a parameter outside its range.
     """
-    first = _check(queries, keys, start)
+    first, last = _check(queries, keys, start, available)
     require_size("kernel_size", kernel_size, 1)
     require("kernel_size", kernel_size, kernel_size % 2 == 1, "an odd integer")
     require("suffix", suffix, suffix in SUFFIXES, " | ".join(SUFFIXES))
     require_size("n_sink", n_sink, 0)
     choose("window_usage", backend)
-    return reference.window_usage(queries, keys, scaling, first, kernel_size, suffix, n_sink)
+    return reference.window_usage(queries, keys, scaling, first, last, kernel_size, suffix, n_sink)
 
 
-def _check(queries: Tensor, keys: Tensor, start: Tensor | None) -> Tensor | None:
+def _check(
+    queries: Tensor, keys: Tensor, start: Tensor | None, available: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     require("keys.shape", tuple(keys.shape), keys.ndim == 4 and min(keys.shape) > 0, "(B, H, T, D), nothing empty")
     batch, heads, _, dim = keys.shape
     fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == dim
     fits = fits and queries.shape[1] > 0 and queries.shape[1] % heads == 0
     require("queries.shape", tuple(queries.shape), fits, f"({batch}, a multiple of {heads}, W, {dim})")
     require("queries.device", queries.device, queries.device == keys.device, f"{keys.device}, that of keys")
-    return per_row("start", start, (batch,), keys.device)
+    rows = (batch,)
+    return per_row("start", start, rows, keys.device), per_row("available", available, rows, keys.device)

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def window_attention(queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None) -> Tensor:
-    probs, used = _probabilities(queries, keys, scaling, start)  # (B, Hq, W, T), (B, 1)
+def window_attention(
+    queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None, available: Tensor | None
+) -> Tensor:
+    probs, used = _probabilities(queries, keys, scaling, start, available)  # (B, Hq, W, T), (B, 1)
     if probs.shape[2] == 0:
         return probs.new_zeros(probs.shape[0], probs.shape[1], probs.shape[3])
     return _mean(probs, used)
@@ -19,12 +21,13 @@ def window_usage(
     keys: Tensor,
     scaling: float | None,
     start: Tensor | None,
+    available: Tensor | None,
     kernel_size: int,
     suffix: str,
     n_sink: int,
 ) -> Tensor:
     batch, heads, entries, _ = keys.shape
-    probs, used = _probabilities(queries, keys, scaling, start)
+    probs, used = _probabilities(queries, keys, scaling, start, available)
     window = probs.shape[2]
     if window == 0:
         return probs.new_zeros(batch, heads, entries)
@@ -53,7 +56,9 @@ def window_usage(
     return torch.where(before[:, None], pooled, tail)
 
 
-def _probabilities(queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
+def _probabilities(
+    queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None, available: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Softmax of the window (B, Hq, W, T) in fp32, and how many queries each row uses (B, 1); unused ones are 0."""
     batch, heads, entries, dim = keys.shape
     window = min(queries.shape[2], entries - 1)
@@ -62,10 +67,14 @@ def _probabilities(queries: Tensor, keys: Tensor, scaling: float | None, start: 
     logits = logits.view(batch, -1, window, entries)
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
     logits[..., entries - window :].masked_fill_(future, -torch.inf)
-    if start is None:
-        return _softmax_(logits), torch.full((batch, 1), window, device=keys.device)
-    logits.masked_fill_((torch.arange(entries, device=keys.device) < start)[:, None, None], -torch.inf)
-    used = (entries - 1 - start).clamp(min=0, max=window)  # (B, 1)
+    used = torch.full((batch, 1), window, device=keys.device)
+    if start is None and available is None:
+        return _softmax_(logits), used
+    if start is not None:
+        logits.masked_fill_((torch.arange(entries, device=keys.device) < start)[:, None, None], -torch.inf)
+        used = used.minimum((entries - 1 - start).clamp(min=0))
+    if available is not None:
+        used = used.minimum(available.clamp(min=0))
     probs = _softmax_(logits)
     unused = torch.arange(window, device=keys.device) < window - used  # (B, W)
     return probs.masked_fill_(unused[:, None, :, None], 0), used

@@ -48,7 +48,8 @@ class Scorer(ScorerPress):
         return select_top(self, event, keep, n_sink)
 
     def after_select(self, event: Event, kept: Tensor) -> dict[str, Tensor]:
-        """State (batch first) to carry to the next event, aligned with ``kept`` (B, H, K)."""
+        """State, float and batch first, to carry to the next event, aligned with ``kept`` (B, H, K); it comes back as
+        NaN for rows that had no event yet."""
         return {}
 
     # -- kvpress ------------------------------------------------------------------------------------------------------

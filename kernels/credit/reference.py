@@ -26,7 +26,7 @@ def mix_credit(
         past = new
     else:
         known = F.pad(credit.float(), (0, mass.shape[-1] - credit.shape[-1]), value=torch.nan)
-        past = torch.where(known.isnan(), new, known)
+        past = torch.where(known.isnan() | (mass == 0), new, known)  # padding alone has no mass at all
     credit = decay * past + (1 - decay) * mass
     total = credit.sum(dim=-1, keepdim=True)
     history = torch.where(total > 0, credit / total, mass)  # no credit at all says nothing: the present mass stands

@@ -64,7 +64,7 @@ def _probabilities(
     window = min(queries.shape[2], entries - 1)
     queries = queries[:, :, queries.shape[2] - window :].float() * (dim**-0.5 if scaling is None else scaling)
     logits = torch.matmul(queries.reshape(batch, heads, -1, dim), keys.float().transpose(2, 3))
-    logits = logits.view(batch, -1, window, entries)
+    logits = logits.view(batch, queries.shape[1], window, entries)
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
     logits[..., entries - window :].masked_fill_(future, -torch.inf)
     used = torch.full((batch, 1), window, device=keys.device)

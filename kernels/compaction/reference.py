@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 128  # entries moved at a time: what an event needs beside the storage
+BLOCK = 128  # entries moved at a time, or more where rows are few: what an event needs beside the storage
+BLOCK_BYTES = 2**20
 
 
 def gather(states: Tensor, indices: Tensor) -> Tensor:
@@ -21,8 +22,10 @@ def move(states: Tensor, indices: Tensor, out: Tensor) -> None:
     destination never lies behind its source, so a block overwrites only what earlier blocks have read or nobody
     wants."""
     flat, rows = _flat(states, indices)
-    for begin in range(0, indices.shape[-1], BLOCK):
-        block = rows[..., begin : begin + BLOCK]
+    entry = math.prod(indices.shape[:-1]) * states.shape[-1] * states.element_size()
+    size = max(BLOCK, BLOCK_BYTES // entry)
+    for begin in range(0, indices.shape[-1], size):
+        block = rows[..., begin : begin + size]
         moved = flat.index_select(0, block.reshape(-1))
         out[..., begin : begin + block.shape[-1], :] = moved.view(*block.shape, states.shape[-1])
 
@@ -32,8 +35,10 @@ def _flat(states: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     a slice of preallocated storage; else a copy."""
     *lead, entries, dim = states.shape
     capacity = states.stride(-3) // dim if lead else entries
-    storage = torch.empty((*lead, capacity, dim), device="meta")
-    if capacity < entries or states.stride() != storage.stride():
+    strides = [dim, 1]
+    for size in [capacity, *lead[:0:-1]]:
+        strides.insert(0, strides[0] * size)
+    if capacity < entries or list(states.stride()) != strides[-states.ndim :]:
         states, capacity = states.contiguous(), entries
     rows = math.prod(lead)
     flat = states.as_strided(((rows - 1) * capacity + entries, dim), (dim, 1))

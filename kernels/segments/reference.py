@@ -13,8 +13,7 @@ SCALE = 2**40
 
 def fixed_point(mass: Tensor) -> Tensor:
     """Mass in units of 2**-40, rounded down."""
-    mass = mass.double()
-    return torch.where(mass > 0, mass.clamp(max=1) * SCALE, 0).floor().long()
+    return (mass.double() * SCALE).nan_to_num_(nan=0.0, posinf=SCALE).clamp_(min=0, max=SCALE).long()
 
 
 def mass_segments(

@@ -48,7 +48,8 @@ def top_indices(scores: Tensor, keep: int, n_sink: Tensor, n_recent: Tensor, sta
     rank = _rank_keys(scores, n_sink, n_recent, start)
     position = torch.arange(entries, device=scores.device)
     unique = (rank << 31) - position  # ties to the earlier entry, whatever topk does with them
-    return unique.topk(keep, dim=-1, sorted=False).indices.sort(dim=-1).values
+    best = unique.topk(keep, dim=-1, sorted=False).indices
+    return _positions(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True), keep)
 
 
 def _rank_keys(scores: Tensor, n_sink: Tensor, n_recent: Tensor, start: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Command line: `python -m pressroom.benchmarks COMMAND`. Each command imports its implementation when it runs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,8 @@ def demo(
     """Generate with a full and with compressed caches, and compare speed, memory and text."""
     from .demo import main
 
-    main(
+    _run(
+        main,
         **_given(
             model=model,
             methods=_split(methods),
@@ -45,7 +47,7 @@ def demo(
             tokens=tokens,
             seed=seed,
             output=output,
-        )
+        ),
     )
 
 
@@ -63,7 +65,8 @@ def fidelity(
     """Compare next-token distributions with those of the full cache, teacher-forced on given texts."""
     from .fidelity import main
 
-    main(
+    _run(
+        main,
         **_given(
             model=model,
             texts=texts,
@@ -73,7 +76,7 @@ def fidelity(
             tokens=tokens,
             prompt_tokens=prompt_tokens,
             output=output,
-        )
+        ),
     )
 
 
@@ -96,6 +99,15 @@ def speed(
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(line + "\n")
     print(line)
+
+
+def _run(main: Callable[..., None], **options: Any) -> None:
+    """Bad arguments are told in one line; they have been checked before anything is computed."""
+    try:
+        main(**options)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def gather(states: Tensor, indices: Tensor) -> Tensor:
 
 def _segments(prefix: Tensor, segment_mass: float, min_len: int, max_len: int) -> list[int]:
     entries, total = len(prefix), int(prefix[-1])
-    cuts = []
+    cuts: list[int] = []
     k = 1
     while k * segment_mass < 1:
         threshold = math.ceil(k * segment_mass * total)
@@ -68,7 +68,8 @@ def _segments(prefix: Tensor, segment_mass: float, min_len: int, max_len: int) -
     if not merged:
         merged = [entries]
     merged[-1] = entries
-    ends, begin = [], 0
+    ends: list[int] = []
+    begin = 0
     for end in merged:
         length = end - begin
         parts = -(-length // max_len)

@@ -49,7 +49,7 @@ def main(
     budget: int = 256,
     interval: int = 512,
     tokens: int = 5120,
-    prompt_tokens: int = 256,
+    prompt_tokens: int = 128,
     output: str | Path | None = None,
 ) -> None:
     """Measure, write ``results.jsonl`` into ``output``, print a table a text and one line of JSON.

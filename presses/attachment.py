@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from .cache import PressLayer
 if TYPE_CHECKING:
     from .decoding import DecodingPress
 
+SPECULATIVE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 _occupied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -71,6 +73,20 @@ def full_attention_layers(decoder: Any) -> dict[int, Any]:
     return full
 
 
+def check_cache(cache: Cache) -> None:
+    """Raise ``ValueError`` for a cache whose layers cannot be bounded."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or getattr(cache, "offloading", False):
+        kind = type(cache).__name__ + (" that offloads" if layers is not None else "")
+        raise ValueError(f"past_key_values: got {kind}, allowed: DynamicCache()")
+    kinds = {type(layer) for layer in layers} | {getattr(cache, "layer_class_to_replicate", None) or DynamicLayer}
+    for kind in kinds:
+        if not issubclass(kind, PressLayer | DynamicSlidingWindowLayer) and kind is not DynamicLayer:
+            raise ValueError(
+                f"past_key_values: got {type(cache).__name__} with {kind.__name__}, allowed: DynamicCache()"
+            )
+
+
 def read_padding(mask: Tensor) -> Tensor | None:
     """Left padding per row (B,) on the CPU from a 2-D mask; None if there is none. One transfer.
 
@@ -121,6 +137,7 @@ class Attachment:
         self.mask: Tensor | None = None
         self._had_rotary = {module for module in self.modules.values() if hasattr(module, "rotary_emb")}
         self._handles: list = []
+        self._guarded: list = []  # models whose generate is wrapped
         _occupied.add(self.decoder)
         try:
             self._install(model)
@@ -132,6 +149,7 @@ class Attachment:
         def pre(module, hook):
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
+        self._guard_generate(model)
         if model is not self.decoder:
             pre(model, self._note_mask)
         pre(self.decoder, self._before)
@@ -147,11 +165,36 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for guarded in self._guarded:
+            guarded.__dict__.pop("generate", None)
+        self._guarded.clear()
         _occupied.discard(self.decoder)
         for module in self.modules.values():  # kvpress leaves this behind
             if module not in self._had_rotary and "rotary_emb" in module._modules:
                 del module._modules["rotary_emb"]
         self.mask = None
+
+    def _guard_generate(self, model: Any) -> None:
+        """Refuse before the first token what hooks would notice too late: drafts that are taken back."""
+        if not hasattr(model, "generate") or "generate" in model.__dict__:
+            return
+        generate = model.generate
+
+        @functools.wraps(generate)
+        def guarded(*args, **kwargs):
+            config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+            for name in SPECULATIVE:
+                value = kwargs.get(name) or getattr(config, name, None)
+                if value is not None:
+                    got = value if isinstance(value, int | str) else type(value).__name__
+                    raise ValueError(
+                        f"{name}: got {got!r}, allowed: None; assisted generation takes tokens back that an event may "
+                        "have consumed"
+                    )
+            return generate(*args, **kwargs)
+
+        model.generate = guarded
+        self._guarded.append(model)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -161,12 +204,14 @@ class Attachment:
 
     def _before(self, decoder, args, kwargs) -> None:
         self._roll_back()  # an interrupt leaves no other chance
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            check_cache(cache)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if isinstance(mask, Tensor) and mask.ndim == 4:
             raise ValueError("attention_mask: got a 4-D mask, allowed: a 2-D mask (B, tokens) or none")
         if not isinstance(mask, Tensor):
             mask, self.mask = self.mask, None
-        cache = kwargs.get("past_key_values")
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = (ids if ids is not None else kwargs["inputs_embeds"]).shape[1]
         layers = [] if cache is None else self._press_layers(cache)
@@ -250,8 +295,6 @@ class Attachment:
 
     def _swap(self, cache: Cache, index: int, forward: Forward) -> PressLayer | None:
         """Our layer in the place of a plain one; None for layers left alone."""
-        if getattr(cache, "offloading", False):
-            raise ValueError("past_key_values: got an offloading cache, allowed: DynamicCache()")
         if getattr(cache, "layer_class_to_replicate", None) is not None:
             while len(cache.layers) <= index:
                 cache.layers.append(cache.layer_class_to_replicate())
@@ -262,10 +305,6 @@ class Attachment:
             return layer
         if isinstance(layer, DynamicSlidingWindowLayer):
             return None
-        if type(layer) is not DynamicLayer:
-            raise ValueError(
-                f"past_key_values: got {type(cache).__name__} with {type(layer).__name__}, allowed: DynamicCache()"
-            )
         cache.layers[index] = layer = PressLayer.adopt(layer, forward.left_pad)
         return layer
 

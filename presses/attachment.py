@@ -79,11 +79,12 @@ def check_cache(cache: Cache) -> None:
     if layers is None or getattr(cache, "offloading", False):
         kind = type(cache).__name__ + (" that offloads" if layers is not None else "")
         raise ValueError(f"past_key_values: got {kind}, allowed: DynamicCache()")
-    kinds = {type(layer) for layer in layers} | {getattr(cache, "layer_class_to_replicate", None) or DynamicLayer}
-    for kind in kinds:
-        if not issubclass(kind, PressLayer | DynamicSlidingWindowLayer) and kind is not DynamicLayer:
+    replicated = getattr(cache, "layer_class_to_replicate", None)
+    kinds: set[Any] = {type(layer) for layer in layers} | ({replicated} - {None})
+    for cls in kinds:
+        if not issubclass(cls, PressLayer | DynamicSlidingWindowLayer) and cls is not DynamicLayer:
             raise ValueError(
-                f"past_key_values: got {type(cache).__name__} with {kind.__name__}, allowed: DynamicCache()"
+                f"past_key_values: got {type(cache).__name__} with {cls.__name__}, allowed: DynamicCache()"
             )
 
 
@@ -110,6 +111,28 @@ def read_padding(mask: Tensor) -> Tensor | None:
     return left if bool(left.any()) else None
 
 
+def head_mask(valid: Tensor, queries: int, module: Any, dtype: torch.dtype) -> Tensor:
+    """Mask (B, Hq, q, T) for the last ``queries`` of T entries of which each KV head may see ``valid`` (B, H, T) only.
+
+    Raises
+    ------
+    ValueError
+        For an attention implementation that takes no such mask.
+    """
+    implementation = module.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attn_implementation: got {implementation!r}, allowed: eager | sdpa for a press whose heads keep "
+            "different numbers of entries"
+        )
+    entries = valid.shape[-1]
+    causal = torch.ones(queries, entries, dtype=torch.bool, device=valid.device).tril(entries - queries)
+    seen = (valid[:, :, None] & causal).repeat_interleave(module.num_key_value_groups, dim=1)
+    if implementation == "sdpa":
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
 @dataclass
 class Forward:
     """What one forward pass leaves behind until it is over."""
@@ -131,6 +154,7 @@ class Attachment:
         self.press = press
         self.decoder = decoder_of(model)
         self.modules = full_attention_layers(self.decoder)
+        self.budgets = dict(zip(self.modules, press.budgets(len(self.modules)), strict=True))
         if self.decoder in _occupied:
             raise ValueError("model: already has a press on it, allowed: one at a time")
         self.forward: Forward | None = None
@@ -275,15 +299,15 @@ class Attachment:
                 layer = cache.layers[index]
                 self._absorb(layer, forward, index)
                 if self.press.is_due(layer, forward.prompt):
-                    due.append((layer, self.modules[index]))
+                    due.append((layer, self.modules[index], self.budgets[index]))
             rotary = self.decoder.rotary_emb
-            decisions = [self.press.decide(layer, module, rotary) for layer, module in due]
+            decisions = [self.press.decide(layer, module, rotary, keep) for layer, module, keep in due]
         except BaseException:
             self._roll_back()
             raise
         self.forward = None
         peak = max(cache.layers[index].length for index in forward.seen)
-        for (layer, _), decision in zip(due, decisions, strict=True):
+        for (layer, _, _), decision in zip(due, decisions, strict=True):
             self.press.commit(layer, decision)
         self.press.count(cache, [cache.layers[index] for index in forward.seen], forward.prompt, peak)
 
@@ -314,12 +338,15 @@ class Attachment:
         if queries == 1 and layer.start is None:
             return None
         held = layer.length
-        key = (held, None if layer.start is None else tuple(layer.start.tolist()), hidden.device)
+        key = (held, None if layer.start is None else str(layer.start.tolist()), hidden.device)
         if key not in masks:
             end = held + queries
             valid = None
             if layer.start is not None:
-                valid = torch.arange(end, device=hidden.device) >= layer.start.to(hidden.device)[:, None]
+                valid = torch.arange(end, device=hidden.device) >= layer.start.to(hidden.device)[..., None]
+            if valid is not None and valid.ndim == 3:
+                masks[key] = head_mask(valid, queries, module, hidden.dtype)
+                return masks[key]
             masks[key] = ALL_MASK_ATTENTION_FUNCTIONS[module.config._attn_implementation](
                 batch_size=batch,
                 cache_position=torch.arange(held, end, device=hidden.device),

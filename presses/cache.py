@@ -102,7 +102,8 @@ class PressLayer(DynamicLayer):
     events : int
         Compactions so far.
     left_pad, start : Tensor or None
-        (B,) on the CPU: padding of each row in the input; padding entries still in front of each row. None: none.
+        (B,) on the CPU: padding of each row in the input; padding entries still in front of each row, or (B, H) of
+        each KV head. None: none.
     kept_positions : Tensor or None
         (B, H, n) original positions of the entries that survived the last event, -1 where another press evicted.
         Entries after them are consecutive.
@@ -244,21 +245,28 @@ class PressLayer(DynamicLayer):
 
     def evicting(self, keep: int) -> Tensor | None:
         """Rows (B,) that lose real entries when ``keep`` are kept; None for all of them. A CPU tensor."""
-        return None if self.start is None else self.keys.shape[-2] - self.start > keep
+        if self.start is None:
+            return None
+        loses = self.keys.shape[-2] - self.start > keep
+        return loses if loses.ndim == 1 else loses.any(dim=-1)
 
-    def evict(self, indices: Tensor, capacity: int) -> None:
-        """Keep the entries at ``indices`` (B, H, K), ascending, in storage of ``capacity`` entries."""
+    def evict(
+        self, indices: Tensor, capacity: int, *, start: Tensor | None = None, evicted: Tensor | None = None
+    ) -> None:
+        """Keep the entries at ``indices`` (B, H, K), ascending, in storage of ``capacity`` entries; what lies before
+        ``start`` (B, H), if given, is no entry. ``evicted`` (B,): rows that lose entries, default all."""
         keep = indices.shape[-1]
         self.kept_positions = self.positions().gather(-1, indices)
+        if start is not None:
+            void = torch.arange(keep, device=indices.device) < start.to(indices.device)[..., None]
+            self.kept_positions = self.kept_positions.masked_fill(void, -1)
         storage = self._storage
         if storage is None or storage[0].shape[-2] != capacity:
             storage = self._allocate(capacity)
         compact(self.keys, self.values, indices, out=storage)
-        evicted = self.evicting(keep)
-        if self.start is not None:
-            held = self.keys.shape[-2]
-            start = (keep - (held - self.start)).clamp(min=0)
-            self.start = start if bool(start.any()) else None  # a CPU tensor: no device is waited for
+        if start is None and self.start is not None:
+            start = (keep - (self.keys.shape[-2] - self.start)).clamp(min=0)
+        self.start = start if start is not None and bool(start.any()) else None  # on the CPU: nothing is waited for
         self._storage = storage
         self._view(keep)
         self._length = keep

@@ -21,8 +21,8 @@ from ..kernels import compact
 from .attachment import Attachment
 from .cache import PressLayer
 from .event import Event
-from .scorers import Scorer, adapt, require, require_int, select_top
-from .trace import Trace
+from .scorers import HeadSelection, Scorer, adapt, require, require_int, select_top
+from .trace import EventRecord, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,14 @@ class SequenceAccount:
 
 @dataclass
 class Decision:
-    """Entries to keep in one layer, and the state that goes with them."""
+    """What to keep in one layer; no indices: everything."""
 
-    indices: Tensor | None
-    state: dict[str, Tensor]
+    indices: Tensor | None = None
+    start: Tensor | None = None  # (B, H) on the CPU, for heads that keep different numbers
+    capacity: int = 0
+    evicted: Tensor | None = None  # (B,) rows that lose entries; None: all
+    state: dict[str, Tensor] = field(default_factory=dict)
+    record: EventRecord | None = None
 
 
 @dataclass
@@ -175,6 +179,16 @@ class DecodingPress(kvpress.DecodingPress):
             return max(window, self.hidden_states_buffer_size), True
         return window, False
 
+    def budgets(self, layers: int) -> list[int]:
+        """Entries to keep in each full-attention layer."""
+        if not isinstance(self.base_press, Scorer):
+            return [self.target_size] * layers
+        shares = self.base_press.layer_budgets(layers, self.target_size)
+        if len(shares) != layers or not all(isinstance(share, int) and share >= 1 for share in shares):
+            name = type(self.base_press).__name__
+            raise ValueError(f"{name}.layer_budgets: got {shares}, allowed: {layers} integers of at least 1")
+        return shares
+
     def check_prompt(self, tokens: int) -> None:
         """Refuse a protected prompt that leaves no room, before it is computed."""
         if self.protect_prompt and tokens >= self.target_size:
@@ -186,31 +200,38 @@ class DecodingPress(kvpress.DecodingPress):
     def is_due(self, layer: PressLayer, prompt: bool) -> bool:
         """Whether an event is due after this forward."""
         if prompt:
-            return self.compress_prompt and layer.length > self.target_size
+            return self.compress_prompt
         return layer.since_event >= self.compression_interval
 
-    def decide(self, layer: PressLayer, module: Any, rotary: Any) -> Decision:
+    def decide(self, layer: PressLayer, module: Any, rotary: Any, keep: int) -> Decision:
         """Choose what to keep; changes nothing."""
-        keep = self.target_size
         if layer.length <= keep:
-            return Decision(None, {})
+            return Decision()
         event = self._event(layer, module, rotary)
         indices = self._select(event, keep, layer.prompt_length if self.protect_prompt else 0, layer)
+        start = None
+        if isinstance(indices, HeadSelection):
+            indices, start = indices
+            start = start.to("cpu")  # the one transfer of a head-wise event: storage and masks are sized on the host
+        record = None
         if self._trace is not None:
             window = getattr(self.base_press, "window_size", 0)
-            self._trace.add(module.layer_idx, layer, event, indices, window)
+            record = EventRecord.of(module.layer_idx, layer, event, indices, start, window)
         state = self.base_press.after_select(event, indices) if isinstance(self.base_press, Scorer) else {}
         evicted = layer.evicting(keep)
         if evicted is not None:  # rows that lost nothing have had no event: no state
             idle = (~evicted).to(indices.device)
             state = {name: x.masked_fill(idle.view(-1, *[1] * (x.ndim - 1)), torch.nan) for name, x in state.items()}
-        return Decision(indices, state)
+        capacity = indices.shape[-1] + self.compression_interval
+        return Decision(indices, start, capacity, evicted, state, record)
 
     def commit(self, layer: PressLayer, decision: Decision) -> None:
         """Carry a decision out."""
         layer.since_event = 0
         if decision.indices is not None:
-            layer.evict(decision.indices, self.target_size + self.compression_interval)
+            if self._trace is not None and decision.record is not None:
+                self._trace.events.append(decision.record)
+            layer.evict(decision.indices, decision.capacity, start=decision.start, evicted=decision.evicted)
             layer.state = decision.state
 
     def count(self, cache: Cache, layers: list[PressLayer], prompt: bool, peak: int) -> None:
@@ -250,7 +271,7 @@ class DecodingPress(kvpress.DecodingPress):
             rotary=rotary,
         )
 
-    def _select(self, event: Event, keep: int, prompt: int, layer: PressLayer | None = None) -> Tensor:
+    def _select(self, event: Event, keep: int, prompt: int, layer: PressLayer | None = None) -> Any:
         n_sink: int | Tensor = prompt
         if prompt and layer is not None and layer.left_pad is not None:
             n_sink = (prompt - layer.left_pad).to(event.keys.device)[:, None]  # (B, 1)

@@ -42,13 +42,15 @@ class Event:
     keys, values : Tensor
         (B, H, T, D), in position order.
     start : Tensor or None
-        (B,) first real entry of each row; None where no row has padding.
+        (B,), or (B, H) where heads hold different numbers: first real entry; None where all are. On the CPU.
     raw, cos, sin : Tensor or None
         The last ``n`` projected queries (B, n, Hq * D), and their rotation (B, n, D).
     next_position : Tensor
         (B,) logical position of each row's next token.
     counts : Tensor or None
         (B,) how many of the queries count, where rows differ.
+    head : int or None
+        The KV head this is a view of, where heads are scored one by one.
     lengths : tuple of int
         Tokens each row has seen, padding excluded.
     state : dict
@@ -68,6 +70,7 @@ class Event:
     hidden: Tensor | None = None
     start: Tensor | None = None
     counts: Tensor | None = None
+    head: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +100,9 @@ class Event:
         window = min(window, self.available)
         raw = self.raw[:, -window:]
         queries = project_queries(self.module, raw, self.keys.shape[-1])
+        if self.head is not None:
+            group = self.module.num_key_value_groups
+            queries = queries[:, self.head * group : (self.head + 1) * group]
         if not rotated:
             return queries
         cos, sin = (x[:, -window:].to(queries.device) for x in (self.cos, self.sin))
@@ -109,26 +115,28 @@ class Event:
             return self.rotary(example, positions, layer_type=self.module.layer_type)
         return self.rotary(example, positions)
 
-    def row(self, index: int, start: int) -> Event:
-        """Row ``index`` alone, without its padding."""
+    def row(self, index: int, start: int, head: int | None = None) -> Event:
+        """Row ``index`` alone, or one of its KV heads, without what lies before ``start``."""
         pick = slice(index, index + 1)
+        heads = slice(None) if head is None else slice(head, head + 1)
         entries = self.keys.shape[2] - start
         available = self.available if self.counts is None else min(self.available, int(self.counts[index]))
         available = min(available, max(entries - 1, 0))
         last = slice(self.available - available, None)
         return Event(
             module=self.module,
-            keys=self.keys[pick, :, start:],
-            values=self.values[pick, :, start:],
+            keys=self.keys[pick, heads, start:],
+            values=self.values[pick, heads, start:],
             raw=None if self.raw is None else self.raw[pick, last],
             cos=None if self.cos is None else self.cos[pick, last],
             sin=None if self.sin is None else self.sin[pick, last],
             hidden=None if self.hidden is None else self.hidden[pick, last],
             next_position=self.next_position[pick],
             lengths=self.lengths[pick],
-            state={name: value[pick] for name, value in self.state.items()},
+            state={name: value[pick] if head is None else value[pick, heads] for name, value in self.state.items()},
             rotary=self.rotary,
             kwargs=self.kwargs,
+            head=head,
         )
 
     @classmethod

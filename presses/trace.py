@@ -23,7 +23,7 @@ class EventRecord:
     present : Tensor
         (B, H, T) original positions before the event; negative: padding or unknown.
     kept : Tensor
-        (B, H, K) original positions after it.
+        (B, H, K) original positions after it; -1 in front where heads keep different numbers.
     indices : Tensor
         (B, H, K) cache indices of ``kept``.
     segment_ends, segment_count, quota : Tensor or None
@@ -49,6 +49,36 @@ class EventRecord:
     floors_dropped: Tensor | None = None
     window_share: Tensor | None = None
 
+    @classmethod
+    def of(cls, layer_idx: int, layer, event, indices: Tensor, start: Tensor | None, window: int) -> EventRecord:
+        """What is about to happen to a cache layer."""
+        present = layer.positions()
+        kept = present.gather(-1, indices)
+        if start is not None:
+            kept = kept.masked_fill(
+                torch.arange(kept.shape[-1], device=kept.device) < start.to(kept.device)[..., None], -1
+            )
+        record = cls(
+            layer=layer_idx,
+            index=layer.events,
+            seen=layer.seen,
+            prompt_length=layer.prompt_length,
+            present=present.cpu(),
+            kept=kept.cpu(),
+            indices=indices.cpu(),
+        )
+        segments, quotas, mass = (event.report.get(name) for name in ("segments", "quotas", "mass"))
+        if segments is not None:
+            record.segment_ends, record.segment_count = segments.ends.cpu(), segments.count.cpu()
+        if quotas is not None:
+            rows = indices.shape[:2]
+            record.quota = quotas.quota.cpu()
+            for name in ("n_sink", "n_recent", "floors_dropped"):
+                setattr(record, name, getattr(quotas, name).expand(rows).cpu())
+        if mass is not None:
+            record.window_share = mass[..., -min(window, event.available) :].sum(-1).cpu()
+        return record
+
 
 @dataclass
 class Trace:
@@ -63,27 +93,3 @@ class Trace:
     @property
     def layers(self) -> list[int]:
         return sorted({event.layer for event in self.events})
-
-    def add(self, layer_idx: int, layer, event, indices: Tensor, window: int) -> None:
-        """Record a decision; called before the cache changes."""
-        present = layer.positions()
-        record = EventRecord(
-            layer=layer_idx,
-            index=layer.events,
-            seen=layer.seen,
-            prompt_length=layer.prompt_length,
-            present=present.cpu(),
-            kept=present.gather(-1, indices).cpu(),
-            indices=indices.cpu(),
-        )
-        segments, quotas, mass = (event.report.get(name) for name in ("segments", "quotas", "mass"))
-        if segments is not None:
-            record.segment_ends, record.segment_count = segments.ends.cpu(), segments.count.cpu()
-        if quotas is not None:
-            rows = indices.shape[:2]
-            record.quota = quotas.quota.cpu()
-            for name in ("n_sink", "n_recent", "floors_dropped"):
-                record.__dict__[name] = torch.as_tensor(getattr(quotas, name)).expand(rows).cpu()
-        if mass is not None:
-            record.window_share = mass[..., -min(window, event.available) :].sum(-1).cpu()
-        self.events.append(record)

@@ -6,12 +6,13 @@ import kvpress
 from kvpress import KnormPress, ScorerPress
 
 from .attention import SnapKVPress, TOVAPress, UsagePress
-from .base import Scorer, at_least, base_scores, require, require_int, require_odd, select_top
+from .base import HeadSelection, Scorer, at_least, base_scores, require, require_int, require_odd, select_top
 from .expected import ExpectedAttentionPress
 from .geometry import KeyDiffPress, RandomPress, StreamingLLMPress
 
 __all__ = [
     "ExpectedAttentionPress",
+    "HeadSelection",
     "KeyDiffPress",
     "KnormPress",
     "RandomPress",

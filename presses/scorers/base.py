@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from kvpress import ScorerPress
@@ -11,6 +12,22 @@ from torch import Tensor
 
 from ...kernels import compact, top_indices
 from ..event import Event
+
+
+class HeadSelection(NamedTuple):
+    """A choice in which heads keep different numbers.
+
+    Attributes
+    ----------
+    indices : Tensor
+        (B, H, K) with K the most that any head keeps; a head that keeps n has its n ascending indices at the end, and
+        anything valid before them.
+    start : Tensor
+        (B, H) where each head's indices begin, ``K - n``.
+    """
+
+    indices: Tensor
+    start: Tensor
 
 
 @dataclass
@@ -38,6 +55,10 @@ class Scorer(ScorerPress):
     def protected(self, entries: int, keep: int) -> tuple[int, int]:
         """Entries kept whatever their score: (first, last). What exceeds ``keep`` is taken off the last."""
         return 0, 0
+
+    def layer_budgets(self, layers: int, keep: int) -> list[int]:
+        """Entries to keep in each of ``layers`` full-attention layers, for a budget of ``keep`` a layer."""
+        return [keep] * layers
 
     def scores(self, event: Event) -> Tensor:
         """Scores (B, H, T), higher is kept; no row has padding here."""
@@ -83,7 +104,8 @@ def require_int(name: str, value, minimum: int) -> None:
 
 
 def base_scores(press: ScorerPress, event: Event, keep: int) -> Tensor:
-    """Scores (B, H, T) in fp32 of any scorer; rows with padding are scored one by one on their real entries.
+    """Scores (B, H, T) in fp32 of any scorer; rows with padding, and heads that hold different numbers, are scored one
+    by one on their real entries.
 
     Raises
     ------
@@ -94,9 +116,15 @@ def base_scores(press: ScorerPress, event: Event, keep: int) -> Tensor:
         return _checked_scores(press, event, keep)
     batch, heads, entries, _ = event.keys.shape
     out = event.keys.new_full((batch, heads, entries), -torch.inf, dtype=torch.float32)
-    for row, start in enumerate(event.start.tolist()):  # start lies on the CPU
-        if start < entries:
-            out[row : row + 1, :, start:] = _checked_scores(press, event.row(row, start), keep)
+    for row, starts in enumerate(event.start.tolist()):  # start lies on the CPU
+        if isinstance(starts, int):
+            if starts < entries:
+                out[row : row + 1, :, starts:] = _checked_scores(press, event.row(row, starts), keep)
+            continue
+        for head, start in enumerate(starts):
+            if start < entries:
+                part = event.row(row, start, head)
+                out[row : row + 1, head : head + 1, start:] = _checked_scores(press, part, keep)
     return out
 
 

@@ -21,7 +21,8 @@ def masked_logits(model, ids: Tensor, trace) -> Tensor:
         visible = torch.ones(length, length, dtype=torch.bool).tril()
         visible = visible.expand(batch, events[0].kept.shape[1], -1, -1).clone()
         for event in events:
-            gone = torch.ones(*event.kept.shape[:2], event.seen, dtype=torch.bool).scatter(-1, event.kept, False)
+            gone = torch.ones(*event.kept.shape[:2], event.seen + 1, dtype=torch.bool)  # the last: kept by no head
+            gone = gone.scatter(-1, event.kept.where(event.kept >= 0, event.seen), False)[..., :-1]
             visible[:, :, event.seen :, : event.seen] &= ~gone[:, :, None]
         mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         mask = mask.repeat_interleave(groups, dim=1)

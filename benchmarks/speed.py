@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers import DynamicCache
 
 from ..kernels import compact, mass_segments, mix_credit, segment_quotas, segmented_topk, top_indices, window_usage
 from ..kernels.quotas import Quotas
 from ..kernels.segments import Segments
-from . import loop
+from ..presses import PressLayer, build
+from . import loop, models
 from .timing import interleaved, machine, milliseconds, ratio
 
 # the paper's values of AMS
@@ -119,6 +122,78 @@ def _judged(value: float, direction: str | None, target: float | None) -> dict[s
     return judged
 
 
+class GrowingLayer(PressLayer):
+    """A press layer without storage of its own: every step copies the whole cache, as ``DynamicCache`` does."""
+
+    keys: Any
+    values: Any
+
+    def evict(self, indices, capacity, **rest) -> None:
+        super().evict(indices, capacity, **rest)
+        self.keys, self.values = (x.clone() for x in (self.keys, self.values))
+        self._storage = None
+        self._pointer = self.keys.data_ptr()
+
+
+def decode(*, smoke: bool = False, threads: int | None = None) -> dict[str, Any]:
+    """Decode steps of SmolLM2 under one press: bounded storage beside the same press on a cache that is concatenated,
+    and beside a full cache of 8k tokens.
+
+    Steps take turns, half an interval after an event. The press is TOVA: what is measured is the cache, not the scorer.
+    The full cache is filled with random keys and values.
+    """
+    budget, interval, context = (32, 16, 128) if smoke else (512, 512, 8192)
+    result: dict[str, Any] = {"suite": "decode", **machine(threads), "cases": []}
+    model, _ = models.load()
+    batches = [1] if smoke else [1, 8]
+    with Progress(console=Console(stderr=True)) as progress, torch.no_grad():
+        for batch in batches:
+            repeats = 2 if smoke else 20
+            seconds = _steps(model, batch, budget, interval, context, repeats, progress)
+            target = ("at most", 0.93) if batch >= 8 else (None, None)
+            faster = ("at least", 8.0) if batch >= 8 else (None, None)
+            bounded = seconds["bounded storage"]
+            result["cases"].append(
+                {
+                    "case": {"batch": batch, "budget": budget, "interval": interval, "context": context},
+                    "milliseconds": {name: milliseconds(times) for name, times in seconds.items()},
+                    "ratios": {
+                        "bounded / concatenated": _judged(ratio(bounded, seconds["concatenated"]), *target),
+                        "full / bounded": _judged(ratio(seconds["full cache"], bounded), *faster),
+                    },
+                }
+            )
+    return result
+
+
+def _steps(model, batch, budget, interval, context, repeats, progress) -> dict[str, list[float]]:
+    config = model.config
+    press = build("tova", target_size=budget, compression_interval=interval)
+    caches = {"bounded storage": DynamicCache(config=config), "concatenated": DynamicCache(config=config)}
+    caches["concatenated"].layers = [GrowingLayer() for _ in range(config.num_hidden_layers)]
+    full = DynamicCache(config=config)
+    shape = (batch, config.num_key_value_heads, context - repeats - 1, config.head_dim)
+    for index in range(config.num_hidden_layers):
+        full.update(torch.randn(shape), torch.randn(shape), index)
+    token = torch.full((batch, 1), 100)
+    prompt = torch.randint(1000, 40_000, (batch, budget), generator=torch.Generator().manual_seed(0))
+    with press(model):
+        for cache in caches.values():
+            for part in prompt, prompt[:, :interval], prompt[:, : interval // 2]:  # an event after the second
+                model(part, past_key_values=cache, logits_to_keep=1)
+
+        def bounded_step(name: str) -> None:
+            model(token, past_key_values=caches[name])
+
+        stages = {name: functools.partial(bounded_step, name) for name in caches}
+        seconds = interleaved(stages, repeats=repeats, progress=progress, label=f"batch {batch}, bounded")
+    if press.account[0].events != 1 or press.account[0].entries >= budget + interval:
+        raise RuntimeError(f"the steps were to lie after one event: {press.account}")
+    plain = {"full cache": lambda: model(token, past_key_values=full)}
+    seconds |= interleaved(plain, repeats=repeats, progress=progress, label=f"batch {batch}, full")
+    return seconds
+
+
 def print_table(result: dict[str, Any]) -> None:
     """Medians in milliseconds with quartiles, and the ratios with their targets, a column per case."""
     console = Console(width=None if Console().is_terminal else 150)
@@ -126,7 +201,9 @@ def print_table(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['suite']}: median ms (quartiles), {result['threads']} threads", title_justify="left")
     table.add_column("")
     for case in cases:
-        table.add_column(", ".join(f"{name} {case['case'][name]}" for name in case.get("title", ("batch", "entries"))))
+        table.add_column(
+            ", ".join(f"{name} {case['case'][name]}" for name in ("batch", "entries", "budget") if name in case["case"])
+        )
     for name in cases[0]["milliseconds"]:
         times = [case["milliseconds"][name] for case in cases]
         table.add_row(name, *(f"{t['median']:.2f} ({t['low']:.2f}-{t['high']:.2f})" for t in times))
@@ -140,4 +217,4 @@ def print_table(result: dict[str, Any]) -> None:
     console.print(table)
 
 
-SUITES: dict[str, Callable[..., dict[str, Any]]] = {"ams-event": ams_event}
+SUITES: dict[str, Callable[..., dict[str, Any]]] = {"ams-event": ams_event, "decode": decode}

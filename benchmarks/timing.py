@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from rich.progress import Progress
@@ -14,7 +14,7 @@ from .store import versions
 
 
 def interleaved(
-    stages: dict[str, Callable[[], object]], *, repeats: int, progress: Progress | None = None, label: str = ""
+    stages: Mapping[str, Callable[[], object]], *, repeats: int, progress: Progress | None = None, label: str = ""
 ) -> dict[str, list[float]]:
     """Seconds of each repetition of each stage. The stages take turns, so that a slow moment of the machine hits all of
     them; the first round warms up and does not count."""

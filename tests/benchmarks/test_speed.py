@@ -26,6 +26,7 @@ def test_the_loop_chooses_what_the_ops_choose(seed):
     assert torch.equal(loop.gather(keys, got), compact(keys, keys, want)[0])
 
 
+@pytest.mark.real_model
 @pytest.mark.parametrize("suite", sorted(SUITES))
 def test_every_suite_runs(suite):
     command = [sys.executable, "-m", "pressroom.benchmarks", "speed", suite, "--smoke", "--threads", "1"]

@@ -35,6 +35,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str):
     if name in _HOME:
+        import_module(".versions", __name__).check_versions()
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

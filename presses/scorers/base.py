@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,7 +149,10 @@ def _checked_scores(press: ScorerPress, event: Event, keep: int) -> Tensor:
         raise ValueError(
             f"{name}.score: got {scores.dtype} on {scores.device}, allowed: floating point on {event.keys.device}"
         )
-    return scores.float()
+    scores = scores.float()
+    if scores.device.type == "cpu" and bool(scores.isnan().any()):  # elsewhere asking would stall the device
+        warnings.warn(f"{name}.score: got NaN, which counts as lower than every number", stacklevel=2)
+    return scores
 
 
 def at_least(declared: int, n_sink: int | Tensor) -> int | Tensor:

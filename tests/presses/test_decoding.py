@@ -16,12 +16,12 @@ SETTINGS = {"target_size": 24, "compression_interval": 8}
 FULL = [family for family in FAMILIES if family != "gemma3"]
 
 
-def feed(model, ids, press, chunks, cache=None):
+def feed(model, ids, press, chunks, cache=None, warn=False):
     """Feed ids in chunks under a press: logits, cache, trace."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     logits = []
     with press(model), press.record() as trace, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("default" if warn else "ignore")
         for part in ids.split(chunks, dim=1):
             logits.append(model(part, past_key_values=cache, use_cache=True).logits)
     return torch.cat(logits, dim=1), cache, trace
@@ -200,6 +200,38 @@ def test_other_kvpress_scorers_run(base):
     model, ids = tiny("llama"), token_ids(1, 60)
     _, cache, _ = feed(model, ids, DecodingPress(base, **SETTINGS), steps(20, 60))
     assert cache.layers[0].keys.shape[-2] == 24
+
+
+def test_what_a_scorer_returns_is_checked():
+    model, ids = tiny("llama"), token_ids(1, 60)
+
+    class Odd(KnormPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return self.change(super().score(module, hidden_states, keys, values, attentions, kwargs))
+
+    def kept(change):
+        base = Odd()
+        base.change = change
+        return feed(model, ids, DecodingPress(base, **SETTINGS), steps(20, 60), warn=True)[2].events
+
+    for change, message in [
+        (lambda scores: scores[:, :1], r"Odd\.score: got \(1, 1, 28\), allowed: a tensor of shape \(1, 2, 28\)"),
+        (lambda scores: scores[..., :-1], r"Odd\.score: got \(1, 2, 27\)"),
+        (lambda scores: scores.long(), r"Odd\.score: got torch\.int64 on cpu, allowed: floating point on cpu"),
+        (lambda scores: scores.to("meta"), r"Odd\.score: got torch\.float32 on meta"),
+        (lambda scores: None, r"Odd\.score: got NoneType"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kept(change)
+
+    def no_number(scores):
+        scores = scores.clone()
+        scores[..., 3:20] = torch.nan
+        return scores
+
+    with pytest.warns(UserWarning, match=r"Odd\.score: got NaN, which counts as lower"):
+        events = kept(no_number)
+    assert set(range(3)) | set(range(20, 28)) <= set(events[0].kept[0, 0].tolist())
 
 
 # -- nothing is left behind --------------------------------------------------------------------------------------------

@@ -63,3 +63,23 @@ def test_a_budget_of_the_length_is_full_kv(smollm2, prompt, answer):
         warnings.simplefilter("error")
         out = model.generate(**prompt, min_new_tokens=96, max_new_tokens=96, do_sample=False)
     assert torch.equal(out, answer)
+
+
+def test_a_padded_batch_is_its_rows(smollm2):
+    """Prompts of very different length, greedy, 200 tokens: token for token what each row gives alone."""
+    model, tokenizer = smollm2
+    questions = ["Why is the sky blue?", "List ten facts about whales. " * 8, "Add 17 and 25, then double it. Explain."]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False)
+        for q in questions
+    ]
+    greedy = {"min_new_tokens": 200, "max_new_tokens": 200, "do_sample": False}
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    assert (batch["attention_mask"] == 0).any(dim=1).sum() == 2
+    press = build("ams_snapkv", target_size=64, compression_interval=32)
+    with press(model):
+        together = model.generate(**batch, **greedy)[:, batch["input_ids"].shape[1] :]
+        for text, row in zip(texts, together, strict=True):
+            alone = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+            assert torch.equal(model.generate(**alone, **greedy)[0, alone["input_ids"].shape[1] :], row)
+    assert [account.events for account in press.account] == [6] * 4

@@ -92,6 +92,21 @@ def test_presses_from_the_root_of_a_checkout():
     assert out.stdout.strip() == "True", out.stderr
 
 
+@pytest.mark.parametrize(
+    ("package", "found"), [("transformers", "5.1.2"), ("transformers", "6.0.0"), ("kvpress", "0.5.4")]
+)
+def test_other_versions_are_named_in_one_line(monkeypatch, package, found):
+    from pressroom import presses
+    from pressroom.presses import versions
+
+    real = versions.version
+    monkeypatch.setattr(versions, "version", lambda name: found if name == package else real(name))
+    with pytest.raises(
+        ImportError, match=rf"^{package}: got {found}, supported by this version of pressroom: [0-9.]+ and"
+    ):
+        presses.TOVAPress  # noqa: B018
+
+
 def test_importing_presses_is_quick():
     script = "import sys, pressroom.presses; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

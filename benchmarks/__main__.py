@@ -81,6 +81,33 @@ def fidelity(
 
 
 @app.command()
+def memory(
+    model: Model = None,
+    methods: Methods = None,
+    budget: Budget = None,
+    interval: Interval = None,
+    tokens: Tokens = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the random prompt.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
+) -> None:
+    """Measure peaks of prefill and decoding, first-token time and bytes of the cache, method by method."""
+    from .memory import main
+
+    _run(
+        main,
+        **_given(
+            model=model,
+            methods=_split(methods),
+            budget=budget,
+            interval=interval,
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            batch=batch,
+        ),
+    )
+
+
+@app.command()
 def speed(
     suite: Annotated[str, typer.Argument(help="Name of the suite.")],
     smoke: Annotated[bool, typer.Option("--smoke", help="Smallest shapes, one repeat: does it run?")] = False,

@@ -1,10 +1,15 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from helpers import tiny, token_ids
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from pressroom.kernels.compaction.reference import BLOCK, BLOCK_BYTES
 from pressroom.presses import PressLayer, build
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -145,3 +150,53 @@ def test_a_cut_tail_is_taken_back():
     layer.keys, layer.values = layer.keys[:, :, :6], layer.values[:, :, :6]
     assert layer.get_seq_length() == 6
     assert layer.positions()[0, 0].tolist() == list(range(6))
+
+
+def test_the_memory_of_a_long_prompt_is_released():
+    model, ids = tiny("llama"), token_ids(1, 400)
+    with build("ams_tova", **SETTINGS)(model):
+        cache = fed(model, ids[:, :390], [390])
+        before = [weakref.ref(x) for layer in cache.layers for x in (layer.keys, layer.values)]
+        assert cache.layers[0].keys.untyped_storage().nbytes() == 2 * 390 * 16 * 4
+        for part in ids[:, 390:398].split(1, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        gc.collect()
+        assert not any(ref() is not None for ref in before)
+        assert sum(layer.keys.untyped_storage().nbytes() for layer in cache.layers) == 3 * 2 * (24 + 8) * 16 * 4
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every floating point tensor an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.untyped_storage().data_ptr() not in given:
+                self.sizes.append(x.untyped_storage().nbytes())
+        return out
+
+
+def test_compaction_needs_one_block_beside_the_storage():
+    """B H (budget + interval) D for keys and for values, and one block of rows, whatever the number of rows."""
+    layer, capacity = PressLayer(), 1024 + 512
+    batch, heads, dim = 8, 4, 64
+    generator = torch.Generator().manual_seed(0)
+
+    def choice():
+        entries = layer.keys.shape[-2]
+        scores = torch.rand(batch, heads, entries, generator=generator)
+        return scores.topk(1024, dim=-1).indices.sort(dim=-1).values
+
+    for tokens in (2000, 512, 512):
+        layer.update(*torch.randn(2, batch, heads, tokens, dim, generator=generator))
+        with Allocations() as made:
+            layer.evict(choice(), capacity)
+    storage = batch * heads * capacity * dim * 4
+    assert layer.keys.untyped_storage().nbytes() == layer.values.untyped_storage().nbytes() == storage
+    block = batch * heads * BLOCK * dim * 4
+    assert max(made.sizes) <= max(block, BLOCK_BYTES) < storage / 5

@@ -46,6 +46,9 @@ _REFUSED = {
     "NonCausalAttnPress": "it scores a prompt and has no meaning for a cache while decoding",
     "LeverageScorePress": "it scores a prompt and has no meaning for a cache while decoding",
     "CompactorPress": "it scores a prompt and has no meaning for a cache while decoding",
+    "CapPress": "it takes the number of buffered states for the next position; use ExpectedAttentionPress",
+    "ExpectedAttentionStatsPress": "it takes the number of buffered states for the next position; use "
+    "ExpectedAttentionPress",
     "KVzapPress": "it scores new states only",
 }
 

@@ -281,6 +281,7 @@ class Attachment:
             if forward is not None and index in forward.seen:
                 width = module.config.num_attention_heads * module.head_dim
                 # a part of a fused projection is copied, so that keys and values are not kept alive
+                output = output.detach()
                 forward.raw[index] = output if output.shape[-1] == width else output[..., :width].clone()
 
         return hook
@@ -301,7 +302,8 @@ class Attachment:
                 if self.press.is_due(layer, forward.prompt):
                     due.append((layer, self.modules[index], self.budgets[index]))
             rotary = self.decoder.rotary_emb
-            decisions = [self.press.decide(layer, module, rotary, keep) for layer, module, keep in due]
+            with torch.no_grad():
+                decisions = [self.press.decide(layer, module, rotary, keep) for layer, module, keep in due]
         except BaseException:
             self._roll_back()
             raise
@@ -365,7 +367,7 @@ class Attachment:
         layer.next_position = (last + 1).expand(hidden.shape[0])
         wanted, with_hidden = self.press.wanted()
         if wanted and (not forward.prompt or self.press.compress_prompt):
-            layer.window.append(wanted, forward.raw[index], cos, sin, hidden if with_hidden else None)
+            layer.window.append(wanted, forward.raw[index], cos, sin, hidden.detach() if with_hidden else None)
 
     def _roll_back(self) -> None:
         """The cache as it was before the running forward, which failed."""

@@ -155,6 +155,8 @@ class PressLayer(DynamicLayer):
         self.sync()
         added = key_states.shape[-2]
         held = self._length
+        if self._storage is not None and not self._writable(key_states):
+            self._storage = None
         if self._storage is not None and held + added > self._storage[0].shape[-2]:
             self._grow(held + added)
         if self._storage is None:
@@ -260,12 +262,17 @@ class PressLayer(DynamicLayer):
         if start is not None:
             void = torch.arange(keep, device=indices.device) < start.to(indices.device)[..., None]
             self.kept_positions = self.kept_positions.masked_fill(void, -1)
+        held = self.keys.shape[-2]
         storage = self._storage
-        if storage is None or storage[0].shape[-2] != capacity:
-            storage = self._allocate(capacity)
-        compact(self.keys, self.values, indices, out=storage)
+        if not self._writable(self.keys):
+            self.keys, self.values = compact(self.keys, self.values, indices)
+            storage = None
+        else:
+            if storage is None or storage[0].shape[-2] != capacity:
+                storage = self._allocate(capacity)
+            compact(self.keys, self.values, indices, out=storage)
         if start is None and self.start is not None:
-            start = (keep - (self.keys.shape[-2] - self.start)).clamp(min=0)
+            start = (keep - (held - self.start)).clamp(min=0)
         self.start = start if start is not None and bool(start.any()) else None  # on the CPU: nothing is waited for
         self._storage = storage
         self._view(keep)
@@ -289,6 +296,11 @@ class PressLayer(DynamicLayer):
             batch, heads = self.keys.shape[:2]
             self.kept_positions = torch.full((batch, heads, held), -1, device=self.keys.device)
         self._length = held
+
+    def _writable(self, new: Tensor) -> bool:
+        """Whether storage may be written in place: neither for gradients, nor after ``torch.inference_mode()``."""
+        stale = self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        return not (new.requires_grad or self.keys.requires_grad or stale)
 
     def _view(self, length: int) -> None:
         source = self._storage or (self.keys, self.values)

@@ -121,7 +121,7 @@ class Event:
         heads = slice(None) if head is None else slice(head, head + 1)
         entries = self.keys.shape[2] - start
         available = self.available if self.counts is None else min(self.available, int(self.counts[index]))
-        available = min(available, max(entries - 1, 0))
+        available = min(available, entries)  # a prompt's window may reach into the padding
         last = slice(self.available - available, None)
         return Event(
             module=self.module,

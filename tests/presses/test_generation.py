@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import tiny, token_ids
+from oracles.eviction import masked_logits
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
@@ -127,3 +128,30 @@ def test_head_sizes_and_groups(name, head_dim, heads, kv_heads):
     for layer in cache.layers:  # KV heads are stored, not query heads
         assert layer.keys.shape == (1, kv_heads, 24 + 7, head_dim)
         assert layer.keys.untyped_storage().nbytes() == kv_heads * (24 + 8) * head_dim * 4
+
+
+def test_gradients_pass_through_a_compressed_cache():
+    """The same loss and gradients as when what was evicted is masked out."""
+    model, ids = tiny("llama").requires_grad_(True), token_ids(1, 60)
+    cache = DynamicCache(config=model.config)
+    with build("ams_tova", **SETTINGS)(model) as press, press.record() as trace:
+        logits = [model(part, past_key_values=cache).logits for part in ids.split([20] + [1] * 40, dim=1)]
+    torch.cat(logits, dim=1).square().mean().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    masked_logits(model, ids, trace).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_a_cache_from_inference_mode_goes_on_outside():
+    model, ids = tiny("llama"), token_ids(1, 60)
+    runs = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = DynamicCache(config=model.config)
+        with build("ams_expected", **SETTINGS)(model):
+            with mode():
+                for part in ids[:, :40].split([20] + [1] * 20, dim=1):
+                    model(part, past_key_values=cache)
+            runs.append(torch.cat([model(t, past_key_values=cache).logits for t in ids[:, 40:].split(1, dim=1)]))
+    assert torch.equal(*runs)

@@ -185,3 +185,16 @@ def test_a_second_turn_of_a_padded_batch(name):
     for i, row in enumerate(rows):
         alone = talk(row[None], torch.ones(1, len(row), dtype=torch.long), chunk[i : i + 1])
         assert torch.equal(together[i], alone[0])
+
+
+@pytest.mark.parametrize("option", ["compress_prompt", "protect_prompt"])
+@pytest.mark.parametrize("name", ["ams_snapkv", "expected", "tova", "ams_expected"])
+def test_what_happens_to_prompts_happens_to_each_row(name, option):
+    model = tiny("llama")
+    lengths = (70, 12, 40) if option == "compress_prompt" else (15, 7, 20)
+    rows = [token_ids(1, n, seed=n)[0] for n in lengths]
+    press = build(name, **SETTINGS, **{option: True})
+    together, _ = generate(model, press, *left_pad(rows), new=40)
+    for i, row in enumerate(rows):
+        alone, _ = generate(model, press, row[None], new=40)
+        assert torch.equal(together.sequences[i, max(lengths) :], alone.sequences[0, len(row) :])

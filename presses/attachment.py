@@ -133,6 +133,12 @@ def head_mask(valid: Tensor, queries: int, module: Any, dtype: torch.dtype) -> T
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
+def last_rows(states: Tensor, count: int) -> Tensor:
+    """The last ``count`` tokens of (B, q, ...), without a hold on the others."""
+    states = states.detach()
+    return states if states.shape[1] <= count else states[:, -count:].clone()
+
+
 @dataclass
 class Forward:
     """What one forward pass leaves behind until it is over."""
@@ -141,6 +147,8 @@ class Forward:
     before: int  # tokens the cache had seen
     prompt: bool
     left_pad: Tensor | None
+    keep: int = 0  # last tokens whose queries are kept
+    keep_hidden: bool = False
     others: list[tuple] = field(default_factory=list)  # layers left alone, and what they held
     raw: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, tuple] = field(default_factory=dict)  # layer -> hidden, (cos, sin), position_ids, cache_position
@@ -253,7 +261,11 @@ class Attachment:
         if fresh:
             self.press.check_prompt(before + tokens - (0 if left_pad is None else int(left_pad.min())))
         others = [] if cache is None else [x for i, x in enumerate(cache.layers) if i not in self.modules]
-        self.forward = Forward(cache, before, fresh, left_pad, [(layer, dict(layer.__dict__)) for layer in others])
+        wanted, with_hidden = self.press.wanted()
+        if fresh and not self.press.compress_prompt:
+            wanted = 0
+        snapshot = [(layer, dict(layer.__dict__)) for layer in others]
+        self.forward = Forward(cache, before, fresh, left_pad, wanted, with_hidden, snapshot)
 
     def _before_attention(self, module, args, kwargs):
         forward, cache = self.forward, kwargs.get("past_key_values")
@@ -266,7 +278,7 @@ class Attachment:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         forward.cache = cache
         forward.seen[index] = (
-            hidden,
+            last_rows(hidden, forward.keep) if forward.keep and forward.keep_hidden else None,
             kwargs["position_embeddings"],
             kwargs.get("position_ids"),
             kwargs.get("cache_position"),
@@ -278,11 +290,11 @@ class Attachment:
     def _capture(self, index: int, module: Any):
         def hook(projection, args, output):
             forward = self.forward
-            if forward is not None and index in forward.seen:
+            if forward is not None and forward.keep and index in forward.seen:
                 width = module.config.num_attention_heads * module.head_dim
+                kept = last_rows(output, forward.keep)
                 # a part of a fused projection is copied, so that keys and values are not kept alive
-                output = output.detach()
-                forward.raw[index] = output if output.shape[-1] == width else output[..., :width].clone()
+                forward.raw[index] = kept if kept.shape[-1] == width else kept[..., :width].clone()
 
         return hook
 
@@ -364,10 +376,10 @@ class Attachment:
     def _absorb(self, layer: PressLayer, forward: Forward, index: int) -> None:
         hidden, (cos, sin), position_ids, cache_position = forward.seen[index]
         last = cache_position[-1:] if position_ids is None else position_ids[:, -1]
-        layer.next_position = (last + 1).expand(hidden.shape[0])
-        wanted, with_hidden = self.press.wanted()
-        if wanted and (not forward.prompt or self.press.compress_prompt):
-            layer.window.append(wanted, forward.raw[index], cos, sin, hidden.detach() if with_hidden else None)
+        layer.next_position = (last + 1).expand(layer.keys.shape[0])
+        if forward.keep:
+            cos, sin = (last_rows(x, forward.keep) for x in (cos, sin))
+            layer.window.append(forward.keep, forward.raw[index], cos, sin, hidden)
 
     def _roll_back(self) -> None:
         """The cache as it was before the running forward, which failed."""

@@ -32,14 +32,13 @@ class QueryWindow:
         return [self.queries, self.cos, self.sin, self.hidden]
 
     def append(self, limit: int, queries: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor | None) -> None:
-        """Add the states of ``q`` tokens and forget all but the last ``limit``."""
+        """Add the states of up to ``limit`` tokens and forget all but the last ``limit``."""
         batch = queries.shape[0]
         new = [queries, cos.expand(batch, -1, -1), sin.expand(batch, -1, -1), hidden]
         for stream, chunk in zip(self._streams(), new, strict=True):
             if chunk is None:
                 continue
-            # a slice would keep a long chunk alive: copy the few rows that are wanted
-            stream.append(chunk[:, -limit:].clone() if chunk.shape[1] > limit else chunk)
+            stream.append(chunk)
         for stream in self._streams():
             while stream and sum(c.shape[1] for c in stream) - stream[0].shape[1] >= limit:
                 del stream[0]

@@ -200,3 +200,22 @@ def test_compaction_needs_one_block_beside_the_storage():
     assert layer.keys.untyped_storage().nbytes() == layer.values.untyped_storage().nbytes() == storage
     block = batch * heads * BLOCK * dim * 4
     assert max(made.sizes) <= max(block, BLOCK_BYTES) < storage / 5
+
+
+@pytest.mark.parametrize("name", ["tova", "ams_expected"])
+def test_a_prompt_leaves_no_states_behind(name):
+    """While a prompt is computed nothing but the cache and the forward's own tensors is alive."""
+    model, ids = tiny("llama"), token_ids(1, 300)
+    alive = []
+
+    def watch(module, args, kwargs):
+        alive.append(weakref.ref(kwargs["hidden_states"]))
+
+    with build(name, **SETTINGS)(model):
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(watch, with_kwargs=True)
+        last = model.model.layers[-1].self_attn
+        left = []
+        last.register_forward_pre_hook(lambda *_: left.append([ref() is not None for ref in alive[:-1]]))
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    assert left == [[False, False]]

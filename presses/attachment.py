@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from .cache import PressLayer
+from .quantized import QuantizedPressLayer
 
 if TYPE_CHECKING:
     from .decoding import DecodingPress
@@ -78,13 +79,14 @@ def check_cache(cache: Cache) -> None:
     layers = getattr(cache, "layers", None)
     if layers is None or getattr(cache, "offloading", False):
         kind = type(cache).__name__ + (" that offloads" if layers is not None else "")
-        raise ValueError(f"past_key_values: got {kind}, allowed: DynamicCache()")
+        raise ValueError(f"past_key_values: got {kind}, allowed: DynamicCache() or QuantizedCache(...)")
     replicated = getattr(cache, "layer_class_to_replicate", None)
     kinds: set[Any] = {type(layer) for layer in layers} | ({replicated} - {None})
     for cls in kinds:
-        if not issubclass(cls, PressLayer | DynamicSlidingWindowLayer) and cls is not DynamicLayer:
+        if not issubclass(cls, PressLayer | DynamicSlidingWindowLayer | QuantizedLayer) and cls is not DynamicLayer:
             raise ValueError(
-                f"past_key_values: got {type(cache).__name__} with {cls.__name__}, allowed: DynamicCache()"
+                f"past_key_values: got {type(cache).__name__} with {cls.__name__}, allowed: DynamicCache() or "
+                "QuantizedCache(...)"
             )
 
 
@@ -323,6 +325,8 @@ class Attachment:
         peak = max(cache.layers[index].length for index in forward.seen)
         for (layer, _, _), decision in zip(due, decisions, strict=True):
             self.press.commit(layer, decision)
+        for index in forward.seen:
+            cache.layers[index].settle()
         self.press.count(cache, [cache.layers[index] for index in forward.seen], forward.prompt, peak)
 
     # -- parts of them -----------------------------------------------------------------------------------------------
@@ -343,8 +347,9 @@ class Attachment:
             return layer
         if isinstance(layer, DynamicSlidingWindowLayer):
             return None
-        cache.layers[index] = layer = PressLayer.adopt(layer, forward.left_pad)
-        return layer
+        kind = QuantizedPressLayer if isinstance(layer, QuantizedLayer) else PressLayer
+        cache.layers[index] = adopted = kind.adopt(layer, forward.left_pad)
+        return adopted
 
     def _attention_mask(self, layer: PressLayer, module: Any, hidden: Tensor, masks: dict) -> Tensor | None:
         """Mask over the entries that are there, in cache order; none when every query may see all of them."""

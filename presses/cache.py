@@ -164,15 +164,18 @@ class PressLayer(DynamicLayer):
         else:
             for store, new in zip(self._storage, (key_states, value_states), strict=True):
                 store[:, :, held : held + added] = new
-            self._view(held + added)
-        self._length = held + added
+            self._cut(held + added)
         self._pointer = self.keys.data_ptr()
+        self._count(added)
+        return self.keys, self.values
+
+    def _count(self, added: int) -> None:
+        self._length += added
         self.seen += added
         if not self.prompt_length:
             self.prompt_length = self.seen
         else:
             self.since_event += added
-        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         self.sync()
@@ -202,7 +205,7 @@ class PressLayer(DynamicLayer):
                 f"crop: max_length={max_length} would take back {drop} tokens, but an event has already compressed "
                 f"all but the last {self.since_event}; allowed: {self.seen - self.since_event} to {self.seen}"
             )
-        self._view(self._length - drop)
+        self._cut(self._length - drop)
         self._length -= drop
         self.seen -= drop
         self.since_event = max(0, self.since_event - drop)
@@ -232,9 +235,17 @@ class PressLayer(DynamicLayer):
         self.sync()
         return self._length
 
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, T, D) of all entries."""
+        return self.keys, self.values
+
+    def settle(self) -> None:
+        """Called after each forward, when nothing can be rolled back any more."""
+
     def positions(self) -> Tensor:
         """Original positions (B, H, T) of the entries, counted from each row's first real token; pads are negative."""
-        batch, heads, held = self.keys.shape[:3]
+        batch, heads = self.keys.shape[:2]
+        held = self.length
         device = self.keys.device
         kept = self.kept_positions
         n_kept = 0 if kept is None else kept.shape[-1]
@@ -248,7 +259,7 @@ class PressLayer(DynamicLayer):
         """Rows (B,) that lose real entries when ``keep`` are kept; None for all of them. A CPU tensor."""
         if self.start is None:
             return None
-        loses = self.keys.shape[-2] - self.start > keep
+        loses = self.length - self.start > keep
         return loses if loses.ndim == 1 else loses.any(dim=-1)
 
     def evict(
@@ -261,24 +272,26 @@ class PressLayer(DynamicLayer):
         if start is not None:
             void = torch.arange(keep, device=indices.device) < start.to(indices.device)[..., None]
             self.kept_positions = self.kept_positions.masked_fill(void, -1)
-        held = self.keys.shape[-2]
-        storage = self._storage
-        if not self._writable(self.keys):
-            self.keys, self.values = compact(self.keys, self.values, indices)
-            storage = None
-        else:
-            if storage is None or storage[0].shape[-2] != capacity:
-                storage = self._allocate(capacity)
-            compact(self.keys, self.values, indices, out=storage)
         if start is None and self.start is not None:
-            start = (keep - (held - self.start)).clamp(min=0)
+            start = (keep - (self.length - self.start)).clamp(min=0)
+        self._compact(indices, capacity)
         self.start = start if start is not None and bool(start.any()) else None  # on the CPU: nothing is waited for
-        self._storage = storage
-        self._view(keep)
         self._length = keep
         self._pointer = self.keys.data_ptr()
         self.window.clear(evicted)
         self.events += 1
+
+    def _compact(self, indices: Tensor, capacity: int) -> None:
+        storage = self._storage
+        if not self._writable(self.keys):
+            self.keys, self.values = compact(self.keys, self.values, indices)
+            self._storage = None
+            return
+        if storage is None or storage[0].shape[-2] != capacity:
+            storage = self._allocate(capacity)
+        compact(self.keys, self.values, indices, out=storage)
+        self._storage = storage
+        self._cut(indices.shape[-1])
 
     def sync(self) -> None:
         """Notice what others did to ``keys`` and ``values``: cut the tail, or put an evicted copy in their place."""
@@ -301,7 +314,7 @@ class PressLayer(DynamicLayer):
         stale = self.keys.is_inference() and not torch.is_inference_mode_enabled()
         return not (new.requires_grad or self.keys.requires_grad or stale)
 
-    def _view(self, length: int) -> None:
+    def _cut(self, length: int) -> None:
         source = self._storage or (self.keys, self.values)
         self.keys, self.values = source[0][:, :, :length], source[1][:, :, :length]
 
@@ -324,7 +337,7 @@ class PressLayer(DynamicLayer):
             self.keys, self.values = change(self.keys), change(self.values)
         else:
             self._storage = (change(self._storage[0]), change(self._storage[1]))
-            self._view(self._length)
+            self._cut(self._length)
         for name in ("left_pad", "start", "kept_positions", "next_position"):
             value = getattr(self, name)
             if value is not None:

@@ -255,10 +255,11 @@ class DecodingPress(kvpress.DecodingPress):
         batch = layer.keys.shape[0]
         pads = [0] * batch if layer.left_pad is None else layer.left_pad.tolist()
         window = layer.window
+        keys, values = layer.contents()
         return Event(
             module,
-            layer.keys,
-            layer.values,
+            keys,
+            values,
             layer.next_position,
             tuple(layer.seen - pad for pad in pads),
             raw=window.joined(window.queries),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from helpers import tiny, token_ids
 from oracles.eviction import masked_logits
 from peft import LoraConfig, get_peft_model
@@ -28,6 +29,30 @@ def test_a_peft_model_is_its_base(name):
     merged = wrapped.merge_and_unload()
     with build(name, **SETTINGS)(merged):
         assert torch.equal(merged.generate(ids, max_new_tokens=40, do_sample=False), changed)
+
+
+def test_a_model_that_accelerate_dispatched():
+    model, ids = tiny("llama"), token_ids(1, 30)
+    with build("ams_expected", **SETTINGS)(model):
+        expected = model.generate(ids, max_new_tokens=40, do_sample=False)
+    cpu_offload(model, execution_device="cpu")  # its weights come and go around each module's forward
+    assert next(model.parameters()).device.type == "meta"
+    with (press := build("ams_expected", **SETTINGS))(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False), expected)
+    assert press.account[0].events == 4
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_devices():
+    model, ids = tiny("llama"), token_ids(1, 30)
+    with build("ams_expected", **SETTINGS)(model):
+        expected = model(ids).logits
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": "cpu"}
+    dispatch_model(model, places | {"model.layers.2": 0, "model.norm": 0, "lm_head": 0}, main_device=0)
+    with (press := build("ams_expected", **SETTINGS))(model):
+        assert (model(ids).logits.cpu() - expected).abs().max() < 1e-3
+        model.generate(ids.cuda(), max_new_tokens=40, do_sample=False)
+    assert press.account[0].events == 4
 
 
 def test_assisted_generation_is_refused_before_the_first_token():
@@ -58,7 +83,7 @@ def test_a_generate_that_someone_else_wrapped_is_left_alone():
 def test_caches_that_cannot_be_bounded_are_refused(kind):
     model, ids = tiny("llama"), token_ids(1, 30)
     with build("tova", **SETTINGS)(model):
-        with pytest.raises(ValueError, match=r"past_key_values: got .*, allowed: DynamicCache\(\)"):
+        with pytest.raises(ValueError, match=r"past_key_values: got .*, allowed: DynamicCache\(\) or Quant"):
             model.generate(ids, max_new_tokens=9, cache_implementation=kind)
         with pytest.raises(ValueError, match="past_key_values: got StaticCache"):
             model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))

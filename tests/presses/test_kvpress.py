@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny, token_ids
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache
 
 from pressroom.presses import DecodingPress
 
@@ -110,3 +110,26 @@ def test_nothing_is_left_on_the_model(where):
     before = [name for name, _ in model.named_modules()]
     greedy(model, IDS, press(where))
     assert ([name for name, _ in model.named_modules()] == before) == (where == "pressroom")
+
+
+class Newest(kvpress.ScorerPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
+
+
+def test_a_quantised_cache_loses_no_token(where):
+    pytest.importorskip("optimum.quanto")
+    model, ids = tiny("llama"), token_ids(1, 38)
+    full = DynamicCache(config=model.config)
+    model(ids, past_key_values=full)
+    cache = QuantizedCache("quanto", model.config, q_group_size=16, residual_length=64)
+    with press(where, Newest())(model):
+        for part in ids.split([30] + [1] * 8, dim=1):
+            model(part, past_key_values=cache)
+    layer = cache.layers[0]
+    held = layer.contents()[0] if where == "pressroom" else layer._dequantize(layer._quantized_keys)
+    assert held.shape[2] == 24
+    newest = full.layers[0].keys[:, :, -8:, None]  # (1, H, 8, 1, D)
+    found = (held[:, :, None] - newest).abs().amax(dim=-1).amin(dim=-1) < 0.4  # 4 bits of values up to 3
+    assert found.all() == (where == "pressroom")
+    assert found.any() == (where == "pressroom")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import multiprocessing
 import time
@@ -58,6 +60,7 @@ def main(
     if not torch.cuda.is_available() and not STATUS.exists():
         raise ValueError(f"device: got a CPU without {STATUS}, allowed: Linux, or a CUDA device")
     setting = {"budget": budget, "interval": interval, "tokens": tokens, "prompt_tokens": prompt_tokens, "batch": batch}
+    models.load(model)  # whatever is converted once, is converted now
     rows = []
     context = multiprocessing.get_context("spawn")
     with Progress(console=Console(stderr=True)) as progress:
@@ -105,10 +108,13 @@ def _measure(name: str | None, method: str, setting: dict[str, int]) -> dict[str
 
 
 def _reset_peak() -> None:
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+        return
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # what was freed while the model loaded is no longer resident
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:

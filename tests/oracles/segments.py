@@ -4,7 +4,6 @@ A row is its prompt length and a list of items: a token id, or ``("skip", n)`` f
 """
 
 import itertools
-import itertools
 import math
 
 

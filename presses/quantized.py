@@ -29,7 +29,7 @@ class QuantizedPressLayer(PressLayer):
         self._packed_length = 0
 
     @classmethod
-    def adopt(cls, layer: QuantizedLayer, left_pad: Tensor | None) -> QuantizedPressLayer:  # type: ignore[override]
+    def adopt(cls, layer: QuantizedLayer, left_pad: Tensor | None) -> QuantizedPressLayer:
         """Take over what a quantised layer holds."""
         new = cls()
         new.backend = layer

@@ -31,6 +31,7 @@ if __name__ == "kernels":
 _HOME = {
     "Quotas": "quotas",
     "Segments": "segments",
+    "attention_sums": "usage",
     "compact": "compaction",
     "fixed_segments": "segments",
     "mass_of": "credit",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from kvpress import ScorerPress
@@ -21,7 +21,7 @@ from ..kernels import (
     window_usage,
 )
 from .event import Event
-from .scorers import Scorer, adapt, at_least, base_scores, require, require_int, require_odd
+from .scorers import ScorerWrapper, adapt, at_least, base_scores, require, require_int, require_odd
 
 PRESETS: dict[str, dict] = {
     "paper": {},
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict] = {
 
 
 @dataclass
-class AMSPress(Scorer):
+class AMSPress(ScorerWrapper):
     """Adaptive mass segmentation: attention decides where capacity goes, a scorer decides who gets it.
 
     The attention of recent queries is a mass along the cache. Cuts at equal mass give regions, regions get quotas (a
@@ -85,8 +85,6 @@ class AMSPress(Scorer):
         For a field outside its range, or a base press that is no scorer.
     """
 
-    compression_ratio: float = field(default=0.0, kw_only=True)
-    base_press: ScorerPress = None
     window_size: int = 128
     window_kernel_size: int = 5
     segment_mass: float = 0.1
@@ -107,6 +105,7 @@ class AMSPress(Scorer):
     def __post_init__(self):
         require("compression_ratio", self.compression_ratio, 0 <= self.compression_ratio < 1, "a number in [0, 1)")
         self.base_press = adapt(self.base_press)
+        self.refuse_sets()
         require("base_press", self.base_press, not isinstance(self.base_press, AMSPress), "a scorer that is not AMS")
         for name in ("window_size", "min_seg_len", "max_seg_len", "fixed_seg_len"):
             require_int(name, getattr(self, name), 1)
@@ -132,18 +131,15 @@ class AMSPress(Scorer):
         require("preset", name, name in PRESETS, " | ".join(PRESETS))
         return cls(base_press, **{**PRESETS[name], **overrides})
 
-    def post_init_from_model(self, model) -> None:
-        self.base_press.post_init_from_model(model)
-
     @property
-    def reads_hidden_states(self) -> bool:
-        return not isinstance(self.base_press, Scorer)
+    def entry_state(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("credit", *super().entry_state)
 
     def query_window(self) -> int:
-        base = self.base_press.query_window() if isinstance(self.base_press, Scorer) else 0
-        return max(self.window_size, base)
+        return max(self.window_size, super().query_window())
 
     def select(self, event: Event, keep: int, n_sink: int | Tensor = 0) -> Tensor:
+        event.keep, event.front = keep, at_least(self.n_sink, n_sink)
         scores = base_scores(self.base_press, event, keep)
         start = None if event.start is None else event.start.to(scores.device)
         mass = self._mass(event, start)
@@ -151,7 +147,7 @@ class AMSPress(Scorer):
         quotas = segment_quotas(
             segments,
             keep=keep,
-            n_sink=at_least(self.n_sink, n_sink),
+            n_sink=event.front,
             n_recent=self.always_keep_last,
             min_keep=self.min_keep_per_segment,
             by_mass=self.use_mass_quotas,
@@ -194,9 +190,12 @@ class AMSPress(Scorer):
         return single_segment(mass, start=start)
 
     def after_select(self, event: Event, kept: Tensor) -> dict[str, Tensor]:
-        state = self.base_press.after_select(event, kept) if isinstance(self.base_press, Scorer) else {}
+        state = super().after_select(event, kept)
         if self.use_credit:
-            state["credit"] = event.scratch["credit"].gather(-1, kept)
+            credit = event.scratch["credit"].gather(-1, kept)
+            if event.evicted is not None:  # rows that lost nothing have had no event: no credit yet
+                credit = credit.masked_fill(~event.evicted.to(credit.device)[:, None, None], torch.nan)
+            state["credit"] = credit
         return state
 
     # -- kvpress: scores whose top-k is the selection, and credit kept on the cache layer -----------------------------
@@ -219,10 +218,11 @@ class AMSPress(Scorer):
             layer.ams_credit = self.after_select(event, kept).get("credit")
         return compact(keys, values, kept)
 
-    @staticmethod
-    def _kvpress_event(module, hidden_states, keys, values, kwargs) -> Event:
+    def _kvpress_event(self, module, hidden_states, keys, values, kwargs) -> Event:
         event = Event.from_kvpress(module, hidden_states, keys, values, kwargs)
         credit = getattr(event.scratch.get("layer"), "ams_credit", None)
         if credit is not None and credit.shape[-1] <= keys.shape[2]:
             event.state["credit"] = credit
+        event.entry_state = self.entry_state
+        event.state = self.absorb(event)
         return event

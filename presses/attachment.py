@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from .cache import PressLayer
+from .cache import PressLayer, QueryWindow
 from .quantized import QuantizedPressLayer
 
 if TYPE_CHECKING:
@@ -147,12 +147,16 @@ class Forward:
 
     cache: Cache | None
     before: int  # tokens the cache had seen
+    tokens: int  # of this forward
     prompt: bool
     left_pad: Tensor | None
     keep: int = 0  # last tokens whose queries are kept
+    absorbs: bool = False  # whether the scorer reads all queries at once, when this forward has many
     keep_hidden: bool = False
     others: list[tuple] = field(default_factory=list)  # layers left alone, and what they held
     raw: dict[int, Tensor] = field(default_factory=dict)
+    absorbed: dict[int, dict] = field(default_factory=dict)  # layer -> the state its scorer made of them
+    states: dict[int, tuple] = field(default_factory=dict)  # layer -> what its scorer had before
     seen: dict[int, tuple] = field(default_factory=dict)  # layer -> hidden, (cos, sin), position_ids, cache_position
     masks: dict[tuple, Tensor | None] = field(default_factory=dict)
 
@@ -192,6 +196,8 @@ class Attachment:
             pre(module, self._before_attention)
             projection = getattr(module, "q_proj", None) or module.qkv_proj
             self._handles.append(projection.register_forward_hook(self._capture(index, module)))
+            if self.press.accumulates:
+                self._handles.append(module.register_forward_hook(self._after_attention))
 
     def remove(self) -> None:
         """Take everything off the model."""
@@ -267,7 +273,17 @@ class Attachment:
         if fresh and not self.press.compress_prompt:
             wanted = 0
         snapshot = [(layer, dict(layer.__dict__)) for layer in others]
-        self.forward = Forward(cache, before, fresh, left_pad, wanted, with_hidden, snapshot)
+        self.forward = Forward(
+            cache,
+            before,
+            tokens,
+            fresh,
+            left_pad,
+            keep=wanted,
+            absorbs=self.press.accumulates and (tokens > 1 or fresh),
+            keep_hidden=with_hidden,
+            others=snapshot,
+        )
 
     def _before_attention(self, module, args, kwargs):
         forward, cache = self.forward, kwargs.get("past_key_values")
@@ -279,6 +295,7 @@ class Attachment:
             return None
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         forward.cache = cache
+        forward.states[index] = (layer.state, layer.unread)
         forward.seen[index] = (
             last_rows(hidden, forward.keep) if forward.keep and forward.keep_hidden else None,
             kwargs["position_embeddings"],
@@ -292,13 +309,28 @@ class Attachment:
     def _capture(self, index: int, module: Any):
         def hook(projection, args, output):
             forward = self.forward
-            if forward is not None and forward.keep and index in forward.seen:
+            if forward is not None and (forward.keep or forward.absorbs) and index in forward.seen:
                 width = module.config.num_attention_heads * module.head_dim
-                kept = last_rows(output, forward.keep)
+                kept = output.detach() if forward.absorbs else last_rows(output, forward.keep)
                 # a part of a fused projection is copied, so that keys and values are not kept alive
                 forward.raw[index] = kept if kept.shape[-1] == width else kept[..., :width].clone()
 
         return hook
+
+    def _after_attention(self, module, args, output) -> None:
+        forward = self.forward
+        if forward is None or not forward.absorbs or module.layer_idx not in forward.seen or forward.cache is None:
+            return
+        index = module.layer_idx
+        layer, raw, (cos, sin) = forward.cache.layers[index], forward.raw[index], forward.seen[index][1]
+        chunk = QueryWindow()
+        chunk.append(raw.shape[1], raw, cos, sin, None)
+        with torch.no_grad():
+            forward.absorbed[index] = self.press.absorb(layer, module, self.decoder.rotary_emb, chunk)
+        if forward.keep:
+            forward.raw[index] = last_rows(raw, forward.keep)
+        else:
+            del forward.raw[index]
 
     def _after(self, decoder, args, kwargs, output) -> None:
         forward = self.forward
@@ -385,6 +417,10 @@ class Attachment:
         if forward.keep:
             cos, sin = (last_rows(x, forward.keep) for x in (cos, sin))
             layer.window.append(forward.keep, forward.raw[index], cos, sin, hidden)
+        if index in forward.absorbed:
+            layer.carry(forward.absorbed[index], self.press.entry_state)
+        else:
+            layer.unread = min(layer.unread + forward.tokens, len(layer.window))
 
     def _roll_back(self) -> None:
         """The cache as it was before the running forward, which failed."""
@@ -395,5 +431,9 @@ class Attachment:
             layer.__dict__.update(fields)
         for layer in self._press_layers(forward.cache):
             layer.crop(forward.before)
+        for index, state in forward.states.items():
+            layer = forward.cache.layers[index]
+            layer.state, layer.unread = state
+        for layer in self._press_layers(forward.cache):
             if forward.prompt:
                 layer.prompt_length = 0

@@ -45,6 +45,15 @@ class QueryWindow:
         if self.available is not None:
             self.available = self.available + queries.shape[1]
 
+    def followed_by(self, other: QueryWindow) -> QueryWindow:
+        """This window and then ``other``; neither is changed."""
+        new = QueryWindow()
+        for stream, first, second in zip(new._streams(), self._streams(), other._streams(), strict=True):
+            stream.extend(first + second)
+        if self.available is not None:
+            new.available = self.available + len(other)
+        return new
+
     def drop_last(self, count: int) -> None:
         """Forget the ``count`` newest tokens."""
         for stream in self._streams():
@@ -100,6 +109,8 @@ class PressLayer(DynamicLayer):
         Tokens after the prompt or the last event.
     events : int
         Compactions so far.
+    unread : int
+        Last queries that no scorer has absorbed yet.
     left_pad, start : Tensor or None
         (B,) on the CPU: padding of each row in the input; padding entries still in front of each row, or (B, H) of
         each KV head. None: none.
@@ -108,6 +119,8 @@ class PressLayer(DynamicLayer):
         Entries after them are consecutive.
     state : dict of Tensor
         What scorers carry along, batch first.
+    entry_state : tuple of str
+        Which of it has one number per entry.
     """
 
     keys: Any  # Tensor (B, H, entries, D); None before the first token
@@ -123,6 +136,7 @@ class PressLayer(DynamicLayer):
         self.seen = 0
         self.since_event = 0
         self.events = 0
+        self.unread = 0
         self.prompt_length = 0
         self.left_pad: Tensor | None = None
         self.start: Tensor | None = None
@@ -130,6 +144,7 @@ class PressLayer(DynamicLayer):
         self.next_position: Any = None
         self.window = QueryWindow()
         self.state: dict[str, Tensor] = {}
+        self.entry_state: tuple[str, ...] = ()
         self._storage: tuple[Tensor, Tensor] | None = None
         self._length = 0
         self._pointer = 0  # where our own keys lie, to tell a cut tail from an evicted copy
@@ -186,7 +201,7 @@ class PressLayer(DynamicLayer):
         return self._length + cache_position.shape[0], self.seen - self._length
 
     def crop(self, max_length: int) -> None:
-        """Forget the tokens from logical length ``max_length`` on.
+        """Forget the tokens from logical length ``max_length`` on, but not what scorers have made of their queries.
 
         Raises
         ------
@@ -207,8 +222,10 @@ class PressLayer(DynamicLayer):
             )
         self._cut(self._length - drop)
         self._length -= drop
+        self.state = self.state | {name: self.state[name][..., : self._length] for name in self.entry_state}
         self.seen -= drop
         self.since_event = max(0, self.since_event - drop)
+        self.unread = max(0, self.unread - drop)
         self.prompt_length = min(self.prompt_length, self.seen)
         if self.next_position is not None:
             self.next_position = self.next_position - drop
@@ -238,6 +255,11 @@ class PressLayer(DynamicLayer):
     def contents(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, T, D) of all entries."""
         return self.keys, self.values
+
+    def carry(self, state: dict[str, Tensor], entry_state: tuple[str, ...]) -> None:
+        """Keep what a scorer has made of all queries so far; the names ``entry_state`` have one number per entry."""
+        self.state, self.unread = state, 0
+        self.entry_state = tuple(name for name in dict.fromkeys(self.entry_state + entry_state) if name in state)
 
     def settle(self) -> None:
         """Called after each forward, when nothing can be rolled back any more."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvpress
-import torch
 from kvpress import ScorerPress
 from kvpress.presses.base_press import SUPPORTED_MODELS
 from torch import Tensor
@@ -19,7 +18,7 @@ from transformers import Cache
 
 from ..kernels import compact
 from .attachment import Attachment
-from .cache import PressLayer
+from .cache import PressLayer, QueryWindow
 from .event import Event
 from .scorers import HeadSelection, Scorer, adapt, require, require_int, select_top
 from .trace import EventRecord, Trace
@@ -56,7 +55,7 @@ class Decision:
     start: Tensor | None = None  # (B, H) on the CPU, for heads that keep different numbers
     capacity: int = 0
     evicted: Tensor | None = None  # (B,) rows that lose entries; None: all
-    state: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] | None = None  # what scorers carry on; None: what they had
     record: EventRecord | None = None
 
 
@@ -161,7 +160,14 @@ class DecodingPress(kvpress.DecodingPress):
         if keys.shape[2] <= self.target_size:
             return keys, values
         event = Event.from_kvpress(module, hidden_states, keys, values, kwargs)
-        return compact(keys, values, self._select(event, self.target_size, 0))
+        event.budget = self.target_size
+        if self.accumulates:
+            event.state = self.base_press.absorb(event)
+        indices = self._select(event, self.target_size, 0)
+        if isinstance(indices, HeadSelection):
+            name = type(self.base_press).__name__
+            raise ValueError(f"base_press: got {name}, whose heads keep different numbers; allowed: generation only")
+        return compact(keys, values, indices)
 
     def next_position(self, cache: Cache) -> int:
         """Logical position of the next token of a cache this press has worked on, padding included."""
@@ -175,9 +181,28 @@ class DecodingPress(kvpress.DecodingPress):
         if foreign:
             return max(self.hidden_states_buffer_size, 1), True
         window = self.base_press.query_window()
+        if self.base_press.accumulates:
+            window = max(window, self.compression_interval)
         if self.base_press.reads_hidden_states:
             return max(window, self.hidden_states_buffer_size), True
         return window, False
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether every query must be handed to :meth:`absorb`."""
+        return isinstance(self.base_press, Scorer) and self.base_press.accumulates
+
+    @property
+    def entry_state(self) -> tuple[str, ...]:
+        """Names of the scorer's states with one number per entry."""
+        return self.base_press.entry_state if isinstance(self.base_press, Scorer) else ()
+
+    def absorb(self, layer: PressLayer, module: Any, rotary: Any, chunk: QueryWindow) -> dict[str, Tensor]:
+        """What the scorer makes of an input of many tokens, whose queries are ``chunk``."""
+        window = layer.window.followed_by(chunk)
+        event = self._event(layer, module, rotary, window)
+        event.unread = min(layer.unread + len(chunk), len(window))
+        return self.base_press.absorb(event)
 
     def budgets(self, layers: int) -> list[int]:
         """Entries to keep in each full-attention layer."""
@@ -205,9 +230,14 @@ class DecodingPress(kvpress.DecodingPress):
 
     def decide(self, layer: PressLayer, module: Any, rotary: Any, keep: int) -> Decision:
         """Choose what to keep; changes nothing."""
-        if layer.length <= keep:
+        if layer.length <= keep and not self.accumulates:
             return Decision()
-        event = self._event(layer, module, rotary)
+        event = self._event(layer, module, rotary, layer.window)
+        if self.accumulates:
+            event.state = self.base_press.absorb(event)
+        if layer.length <= keep:
+            return Decision(state=event.state)
+        event.evicted = layer.evicting(keep)
         indices = self._select(event, keep, layer.prompt_length if self.protect_prompt else 0, layer)
         start = None
         if isinstance(indices, HeadSelection):
@@ -218,21 +248,18 @@ class DecodingPress(kvpress.DecodingPress):
             window = getattr(self.base_press, "window_size", 0)
             record = EventRecord.of(module.layer_idx, layer, event, indices, start, window)
         state = self.base_press.after_select(event, indices) if isinstance(self.base_press, Scorer) else {}
-        evicted = layer.evicting(keep)
-        if evicted is not None:  # rows that lost nothing have had no event: no state
-            idle = (~evicted).to(indices.device)
-            state = {name: x.masked_fill(idle.view(-1, *[1] * (x.ndim - 1)), torch.nan) for name, x in state.items()}
         capacity = indices.shape[-1] + self.compression_interval
-        return Decision(indices, start, capacity, evicted, state, record)
+        return Decision(indices, start, capacity, event.evicted, state, record)
 
     def commit(self, layer: PressLayer, decision: Decision) -> None:
         """Carry a decision out."""
         layer.since_event = 0
+        if decision.state is not None:
+            layer.carry(decision.state, self.entry_state)
         if decision.indices is not None:
             if self._trace is not None and decision.record is not None:
                 self._trace.events.append(decision.record)
             layer.evict(decision.indices, decision.capacity, start=decision.start, evicted=decision.evicted)
-            layer.state = decision.state
 
     def count(self, cache: Cache, layers: list[PressLayer], prompt: bool, peak: int) -> None:
         """Keep the account, once per forward."""
@@ -251,10 +278,9 @@ class DecodingPress(kvpress.DecodingPress):
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _event(self, layer: PressLayer, module: Any, rotary: Any) -> Event:
+    def _event(self, layer: PressLayer, module: Any, rotary: Any, window: QueryWindow) -> Event:
         batch = layer.keys.shape[0]
         pads = [0] * batch if layer.left_pad is None else layer.left_pad.tolist()
-        window = layer.window
         keys, values = layer.contents()
         return Event(
             module,
@@ -268,7 +294,11 @@ class DecodingPress(kvpress.DecodingPress):
             hidden=window.joined(window.hidden),
             start=layer.start,
             counts=window.available,
+            prompts=tuple(layer.prompt_length - pad for pad in pads),
+            unread=layer.unread,
             state=layer.state,
+            entry_state=tuple({*layer.entry_state, *self.entry_state}),
+            budget=self.target_size,
             rotary=rotary,
         )
 

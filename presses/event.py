@@ -51,12 +51,24 @@ class Event:
         (B,) how many of the queries count, where rows differ.
     head : int or None
         The KV head this is a view of, where heads are scored one by one.
-    lengths : tuple of int
-        Tokens each row has seen, padding excluded.
+    lengths, prompts : tuple of int
+        Tokens each row has seen, and of those the prompt; padding excluded.
+    keep, budget : int
+        Entries to keep in this layer, and per layer on average.
+    front : int or Tensor
+        First entries that are kept whatever their score, (B, 1) where rows differ.
+    unread : int
+        How many of the last queries no event has absorbed yet, see :meth:`~pressroom.presses.Scorer.absorb`.
+    evicted : Tensor or None
+        (B,) rows that are about to lose entries, on the CPU; None: all.
     state : dict
         What scorers stored at the event before; read only. New state goes to ``after_select``.
+    entry_state : tuple of str
+        Which of it has one number per entry.
     report : dict
         What a press tells the trace.
+    kwargs : dict
+        The arguments of the attention layer where kvpress asks for scores; empty otherwise.
     """
 
     module: Any
@@ -71,6 +83,13 @@ class Event:
     start: Tensor | None = None
     counts: Tensor | None = None
     head: int | None = None
+    prompts: tuple[int, ...] = ()
+    keep: int = 0
+    budget: int = 0
+    front: int | Tensor = 0
+    unread: int = 0
+    evicted: Tensor | None = None
+    entry_state: tuple[str, ...] = ()
     state: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
@@ -97,16 +116,41 @@ class Event:
                 f"{type(self.module).__name__} layer {self.layer_idx}: no decode query was seen before this event; "
                 "a scorer that reads queries needs the press to be on the model while tokens are fed"
             )
-        window = min(window, self.available)
-        raw = self.raw[:, -window:]
-        queries = project_queries(self.module, raw, self.keys.shape[-1])
-        if self.head is not None:
-            group = self.module.num_key_value_groups
-            queries = queries[:, self.head * group : (self.head + 1) * group]
+        last = slice(self.available - min(window, self.available), None)
+        queries = self.of_view(project_queries(self.module, self.raw[:, last], self.keys.shape[-1]))
         if not rotated:
             return queries
-        cos, sin = (x[:, -window:].to(queries.device) for x in (self.cos, self.sin))
+        cos, sin = (x[:, last].to(queries.device) for x in (self.cos, self.sin))
         return rotate(self.module, queries, cos, sin)
+
+    def of_view(self, per_query_head: Tensor) -> Tensor:
+        """What belongs to the heads of this view, of (B, Hq, ...)."""
+        if self.head is None:
+            return per_query_head
+        group = self.module.num_key_value_groups
+        return per_query_head[:, self.head * group : (self.head + 1) * group]
+
+    def real_queries(self, count: int) -> Tensor | None:
+        """(B, count) bool, which of the last ``count`` queries belong to tokens and not to padding; None: all."""
+        if self.start is None:
+            return None
+        start = self.start if self.start.ndim == 1 else self.start.amin(dim=1)
+        own = torch.arange(self.keys.shape[2] - count, self.keys.shape[2])
+        return (own >= start[:, None]).to(self.keys.device)
+
+    def candidates(self, last: int = 0) -> Tensor:
+        """(B, 1, T) bool: entries that compete, neither kept in front nor among the ``last``."""
+        entries = self.keys.shape[2]
+        position = torch.arange(entries, device=self.keys.device)
+        front = torch.as_tensor(self.front, device=self.keys.device).expand(self.keys.shape[0], 1)
+        return ((position >= front) & (position < entries - last))[:, None]
+
+    def accumulated(self, name: str) -> Tensor:
+        """A state with one number per entry (B, H, T); 0 for new entries and where there is none."""
+        value = self.state.get(name)
+        if value is None:
+            return torch.zeros(self.keys.shape[:3], device=self.keys.device)
+        return torch.nn.functional.pad(value, (0, self.keys.shape[2] - value.shape[-1]))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's cos and sin (B, n, D) in fp32 at logical positions (B, n)."""
@@ -123,6 +167,10 @@ class Event:
         available = self.available if self.counts is None else min(self.available, int(self.counts[index]))
         available = min(available, entries)  # a prompt's window may reach into the padding
         last = slice(self.available - available, None)
+        state = {
+            name: value[pick, heads, start:] if name in self.entry_state else value[pick]
+            for name, value in self.state.items()
+        }
         return Event(
             module=self.module,
             keys=self.keys[pick, heads, start:],
@@ -133,7 +181,12 @@ class Event:
             hidden=None if self.hidden is None else self.hidden[pick, last],
             next_position=self.next_position[pick],
             lengths=self.lengths[pick],
-            state={name: value[pick] if head is None else value[pick, heads] for name, value in self.state.items()},
+            prompts=self.prompts[pick],
+            keep=self.keep,
+            budget=self.budget,
+            front=self.front[pick] if isinstance(self.front, Tensor) else self.front,
+            entry_state=self.entry_state,
+            state=state,
             rotary=self.rotary,
             kwargs=self.kwargs,
             head=head,
@@ -143,7 +196,7 @@ class Event:
     def from_kvpress(cls, module, hidden_states, keys, values, kwargs) -> Event:
         """The same view built from the arguments of kvpress's ``score``: queries are projected again, and rotated at
         the true positions of the last tokens."""
-        n = min(hidden_states.shape[1], max(keys.shape[2] - 1, 1))
+        n = min(hidden_states.shape[1], keys.shape[2])
         hidden = hidden_states[:, -n:]
         head_dim = keys.shape[-1]
         projection = getattr(module, "q_proj", None) or module.qkv_proj
@@ -158,7 +211,8 @@ class Event:
             following = torch.tensor([position], device=keys.device)
         following = following.to(keys.device).expand(keys.shape[0])
         lengths = (position,) * keys.shape[0]
-        event = cls(module, keys, values, following, lengths, raw=raw, hidden=hidden, rotary=rotary)
+        event = cls(module, keys, values, following, lengths, raw=raw, hidden=hidden, rotary=rotary, unread=n)
+        event.prompts = (0,) * keys.shape[0]  # unknown
         if cos.shape[1] >= n:
             event.cos, event.sin = cos[:, -n:], sin[:, -n:]
         else:  # kvpress passes the current token's rotation only

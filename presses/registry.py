@@ -6,15 +6,17 @@ import difflib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-from kvpress import BasePress
+from kvpress import BasePress, LagKVPress
 
 from .ams import PRESETS, AMSPress
 from .decoding import DecodingPress, SequenceAccount
 from .scorers import (
     ExpectedAttentionPress,
+    H2OPress,
     KeyDiffPress,
     KnormPress,
     RandomPress,
+    RPCPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
@@ -28,10 +30,15 @@ SCORERS: dict[str, type] = {
     "knorm": KnormPress,
     "usage": UsagePress,
     "tova": TOVAPress,
+    "h2o": H2OPress,
+    "rpc": RPCPress,
     "expected": ExpectedAttentionPress,
+    "expected_e0": ExpectedAttentionPress,
+    "lagkv": LagKVPress,
     "keydiff": KeyDiffPress,
     "snapkv": SnapKVPress,
 }
+_DEFAULTS: dict[str, dict] = {"expected_e0": {"epsilon": 0.0}}
 ABLATIONS: dict[str, dict] = {
     "global_head": {"segmentation": "none", "n_sink": 0, "always_keep_last": 0, "min_keep_per_segment": 0},
     "no_segments": {"segmentation": "none"},
@@ -115,7 +122,7 @@ def build(
     if unknown:
         allowed = sorted(scorer_fields | _DECODING)
         raise ValueError(f"{unknown[0]}: not a field of {name}, allowed: {', '.join(allowed)}")
-    press = SCORERS[scorer_name](**overrides)
+    press = SCORERS[scorer_name](**{**_DEFAULTS.get(scorer_name, {}), **overrides})
     if kind is not None:
         press = AMSPress.preset(preset, press, **{**ABLATIONS.get(kind, {}), **ams})
     return DecodingPress(press, compression_interval=compression_interval, target_size=target_size, **decoding)

@@ -56,7 +56,7 @@ def test_commands_exist(command):
 
 
 def test_method_table_is_complete():
-    table = set(re.findall(r"^\| `([a-z_]+)`", README, re.MULTILINE)) | {"random_prompt"}
+    table = set(re.findall(r"^\| `([a-z0-9_]+)`", README, re.MULTILINE)) | {"random_prompt"}
     plain = {name for name in names() if not name.startswith(("ams_", "ablation_"))}
     assert plain <= table
 

@@ -1,4 +1,4 @@
-"""Attention of the last queries on every entry."""
+"""Attention of the last queries on every entry, as a mean, a sum, or the usage that AMS divides the cache by."""
 
 from __future__ import annotations
 
@@ -94,6 +94,46 @@ def window_usage(
     require_size("n_sink", n_sink, 0)
     choose("window_usage", backend)
     return reference.window_usage(queries, keys, scaling, first, last, kernel_size, suffix, n_sink)
+
+
+def attention_sums(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float | None = None,
+    start: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Sum of the probabilities that a run of last queries gives to each entry, in blocks of bounded memory.
+
+    Parameters
+    ----------
+    queries : Tensor
+        (B, Hq, n, D), rotated, ``n`` at most T. Query ``j`` (0 is the oldest) sees entries ``0 .. T-n+j``; those at
+        entries before ``start`` are padding and count nothing.
+    keys : Tensor
+        (B, H, T, D), any strides; ``Hq`` is a multiple of ``H``.
+    scaling : float, optional
+        Factor of the logits, default ``D ** -0.5``.
+    start : Tensor, optional
+        (B,) or (B, H) first real entry; those before get 0.
+
+    Returns
+    -------
+    Tensor
+        (B, Hq, T), fp32.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit.
+    """
+    _check(queries, keys, None, None)
+    batch, heads, entries, _ = keys.shape
+    require("queries.shape", tuple(queries.shape), queries.shape[2] <= entries, f"at most {entries} queries")
+    first = per_row("start", start, (batch, heads), keys.device)
+    choose("attention_sums", backend)
+    return reference.attention_sums(queries, keys, scaling, first)
 
 
 def _check(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 1 << 22  # logits held at once by a sum over many queries
+
 
 def window_attention(
     queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None, available: Tensor | None
@@ -54,6 +56,33 @@ def window_usage(
             rated = pooled * no_sink[:, None]
         tail = rated.amax(dim=-1, keepdim=True)
     return torch.where(before[:, None], pooled, tail)
+
+
+def attention_sums(queries: Tensor, keys: Tensor, scaling: float | None, start: Tensor | None) -> Tensor:
+    batch, heads, entries, dim = keys.shape
+    count = queries.shape[2]
+    keys = keys.float().transpose(2, 3)
+    sums = keys.new_zeros(batch, heads, queries.shape[1] // heads, entries)
+    rows = max(1, BLOCK // (batch * queries.shape[1] * entries))
+    first = None if start is None else start.view(batch, heads, 1, 1, 1)
+    for begin in range(0, count, rows):
+        end = min(begin + rows, count)
+        seen = entries - count + end
+        block = queries[:, :, begin:end].float() * (dim**-0.5 if scaling is None else scaling)
+        logits = torch.matmul(block.reshape(batch, heads, -1, dim), keys[..., :seen])
+        logits = logits.view(batch, heads, -1, end - begin, seen)
+        future = torch.ones(end - begin, end - begin, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., seen - (end - begin) :].masked_fill_(future, -torch.inf)
+        if first is None:
+            probs = _softmax_(logits)
+        else:
+            position = torch.arange(seen, device=keys.device)
+            probs = _softmax_(logits.masked_fill_(position < first, -torch.inf))
+            own = position[seen - (end - begin) :, None]
+            probs = probs.masked_fill(own < first, 0)
+        ones = probs.new_ones(*probs.shape[:3], 1, end - begin)
+        sums[..., :seen] += torch.matmul(ones, probs).squeeze(3)
+    return sums.flatten(1, 2)
 
 
 def _probabilities(

@@ -6,17 +6,32 @@ import kvpress
 from kvpress import KnormPress, ScorerPress
 
 from .attention import SnapKVPress, TOVAPress, UsagePress
-from .base import HeadSelection, Scorer, at_least, base_scores, require, require_int, require_odd, select_top
+from .base import (
+    HeadSelection,
+    Scorer,
+    ScorerWrapper,
+    at_least,
+    base_scores,
+    require,
+    require_int,
+    require_odd,
+    select_top,
+)
 from .expected import ExpectedAttentionPress
 from .geometry import KeyDiffPress, RandomPress, StreamingLLMPress
+from .h2o import H2OPress
+from .rpc import RPCPress
 
 __all__ = [
     "ExpectedAttentionPress",
+    "H2OPress",
     "HeadSelection",
     "KeyDiffPress",
     "KnormPress",
+    "RPCPress",
     "RandomPress",
     "Scorer",
+    "ScorerWrapper",
     "SnapKVPress",
     "StreamingLLMPress",
     "TOVAPress",

@@ -2,7 +2,8 @@ import pytest
 import torch
 from oracles import ams
 
-from pressroom.kernels import window_attention, window_usage
+from pressroom.kernels import attention_sums, window_attention, window_usage
+from pressroom.kernels.usage import reference
 
 
 def states(batch, heads, group, window, entries, dim, seed=0, dtype=torch.float32):
@@ -71,6 +72,34 @@ def test_attention_is_the_mean_per_query_head():
     want = logits.masked_fill(~mask, -torch.inf).softmax(dim=-1).mean(dim=2)
     torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(got.sum(dim=-1), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("block", [1, 700, 1 << 22])
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_sums_are_those_of_each_query(block, count, monkeypatch):
+    """Padding per row and per KV head; a query at a padding entry counts nothing."""
+    monkeypatch.setattr(reference, "BLOCK", block)
+    queries, keys = states(2, 2, 3, count, 12, 16)
+    starts = torch.tensor([[0, 2], [9, 11]])
+    got = attention_sums(queries, keys, scaling=0.5, start=starts)
+    for row in range(2):
+        for head in range(6):
+            first = int(starts[row, head // 3])
+            want = torch.zeros(12, dtype=torch.float64)
+            for j in range(count):
+                own = 12 - count + j
+                if own >= first:
+                    logits = 0.5 * keys[row, head // 3, first : own + 1].double() @ queries[row, head, j].double()
+                    want[first : own + 1] += logits.softmax(dim=0)
+            torch.testing.assert_close(got[row, head].double(), want, atol=1e-5, rtol=1e-4)
+    alone = attention_sums(queries[:1], keys[:1], scaling=0.5, start=torch.tensor([3]))
+    torch.testing.assert_close(alone[:, :, 3:], attention_sums(queries[:1, :, -9:], keys[:1, :, 3:], scaling=0.5))
+
+
+def test_sums_take_no_more_queries_than_entries():
+    queries, keys = states(1, 1, 1, 5, 4, 8)
+    with pytest.raises(ValueError, match=r"^queries.shape: got \(1, 1, 5, 8\), allowed: at most 4 queries"):
+        attention_sums(queries, keys)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

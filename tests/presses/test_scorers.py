@@ -20,7 +20,9 @@ from pressroom.presses import (
 )
 
 PROMPT, BUDGET, INTERVAL = 20, 24, 8
-SCORERS = [name for name in names() if not name.startswith(("ams_", "ablation_", "full", "random_prompt", "knorm"))]
+SCORERS = [
+    name for name in names() if not name.startswith(("ams_", "ablation_", "full", "random_prompt", "knorm", "lagkv"))
+]
 
 
 class Observed:
